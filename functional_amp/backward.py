@@ -1,0 +1,305 @@
+"""The backward of a scaled loss: Loss, ScaledGrads, scale_backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from functional_amp.scaler import FLOAT32_MAX, FLOAT32_TINY, Scaler, check_scaler, scale_tensor
+from functional_amp.transform import stage
+from functional_amp.tree import (
+    PyTree,
+    accumulation_dtype,
+    flatten,
+    flatten_tensors,
+    is_differentiable,
+    like,
+    map_tensors,
+    new,
+    paths,
+    register,
+)
+
+Backend = Literal["func", "autograd"]
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """What a loss function may return instead of a scalar.
+
+    Attributes:
+        value: 0-dim float tensor, the mean over the micro-batch.
+        weight: how many items it is the mean of (tokens, say): a number >= 0 or a 0-dim tensor.
+            The gradient of a window is `sum(weight * grad) / sum(weight)`.
+        aux: any pytree to hand out.
+        buffers: the new buffers, for a step whose state has buffers.
+
+    >>> import torch
+    >>> Loss(torch.tensor(2.0), weight=4).weight
+    4
+    """
+
+    value: Tensor
+    weight: float | Tensor = 1.0
+    aux: PyTree = None
+    buffers: PyTree = None
+
+
+register(Loss, ("value", "weight", "aux", "buffers"))
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class ScaledGrads:
+    """Gradients that carry their units: the gradient meant is `tree / (scale * weight)`.
+
+    Sums of scaled gradients with their weights form a commutative monoid, whose addition is
+    `accumulate`. A weight of 0 stands for no gradient at all: the tree becomes zero, NaN or not.
+
+    Args:
+        tree: a pytree of tensors, with None where a gradient is missing.
+        scale: the loss scale; a number > 0 or a 0-dim float32 tensor.
+        weight: the number of items; a number >= 0 or a 0-dim float32 tensor.
+
+    Raises:
+        TypeError, ValueError: for a scale or weight of the wrong type or value.
+
+    >>> import torch
+    >>> ScaledGrads({"w": torch.tensor([24.0])}, scale=8.0, weight=1.0)  # a gradient of 3
+    ScaledGrads(tree={'w': tensor([24.])}, scale=tensor(8.), weight=tensor(1.))
+    """
+
+    tree: PyTree
+    scale: Tensor
+    weight: Tensor
+
+    def __init__(self, tree: PyTree, scale: float | Tensor, weight: float | Tensor = 1.0):
+        device = next((leaf.device for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)), None)
+        scale = scale_tensor(scale, "scale", FLOAT32_TINY, FLOAT32_MAX)
+        scale = scale if device is None else scale.to(device)
+        # The stages rely on it that the tree of a weight of 0 is zero.
+        if isinstance(weight, Tensor) or weight == 0:
+            tree = map_tensors(lambda leaf: torch.where(like(torch.as_tensor(weight), leaf) == 0, 0, leaf), tree)
+        object.__setattr__(self, "tree", tree)
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "weight", weight_tensor(weight, scale))
+
+
+register(ScaledGrads, ("tree", "scale", "weight"))
+
+
+class ScaledBackward(NamedTuple):
+    """The gradients with their units, the unscaled loss, and what the loss function handed out."""
+
+    grads: ScaledGrads
+    loss: Tensor
+    aux: PyTree
+
+
+@stage
+def scale_backward(
+    loss_fn: Callable[..., Tensor | Loss],
+    scaler: Scaler,
+    params: PyTree,
+    *batch: Any,
+    weight: float | Tensor = 1.0,
+    backend: Backend = "func",
+) -> ScaledBackward:
+    """Differentiates `scale * loss` with respect to the parameters.
+
+    Args:
+        loss_fn: `loss_fn(params, *batch)` returns a scalar tensor or a `Loss`.
+        scaler: gives the scale; it is not changed.
+        params: a pytree of tensors. Float and complex leaves are differentiated; integer and bool
+            leaves and None have no gradient (None).
+        batch: whatever the loss function takes after the parameters.
+        weight: the weight of this micro-batch, where the loss function returns a plain scalar.
+        backend: "func" is `torch.func.grad_and_value`; "autograd" gives the same values through
+            `torch.autograd.grad`, for activation checkpointing and for `autograd.Function`s without
+            `setup_context`. The latter can not be transformed by `torch.func` from outside.
+
+    Returns:
+        grads: `ScaledGrads` whose tree has the structure and dtypes of `params` (float32 where
+            a weight other than the number 1 was multiplied in: `weight * scale * gradient`).
+        loss: 0-dim float32 (float64 stays), unscaled and unweighted.
+        aux: the `aux` of the `Loss`; if it has buffers, the pair `(aux, buffers)`.
+
+        A custom backward must be linear in the incoming gradient, as the scale arrives through it.
+
+    Raises:
+        TypeError: for a leaf that is no tensor, parameters without a float leaf, a loss that is no
+            real floating-point tensor.
+        ValueError: for a loss that is not 0-dim, a bad weight, an unknown backend.
+
+    >>> import torch
+    >>> from functional_amp import StaticScale
+    >>> grads, loss, aux = scale_backward(lambda p, x: (p * x).mean(), StaticScale(8.0), torch.ones(2), torch.ones(2))
+    >>> grads.tree, loss
+    (tensor([4., 4.]), tensor(1.))
+    """
+    check_scaler(scaler)
+    check_backend(backend)
+    flat = flatten_tensors(params, "params")
+    wanted = [index for index, leaf in enumerate(flat.leaves) if is_differentiable(leaf)]
+    if not wanted:
+        found = {
+            path: str(leaf.dtype) for path, leaf in zip(paths(params), flat.leaves, strict=True) if leaf is not None
+        }
+        raise TypeError(
+            f"params: found no floating-point leaf to differentiate, only {found or 'an empty tree'}. "
+            "Cast the parameters to float32, or pass the tree that holds them."
+        )
+
+    structure: list[Any] = []
+
+    def scaled_loss(leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        every = list(flat.leaves)
+        for index, leaf in zip(wanted, leaves, strict=True):
+            every[index] = leaf
+        loss = as_loss(loss_fn(flat.unflatten(every), *batch), weight)
+        # A half-precision loss times the scale would overflow: 65504 is its largest number.
+        value = loss.value.to(accumulation_dtype(loss.value.dtype))
+        # torch.func hands out tensors alone: the structure and the other leaves go by the closure.
+        out = flatten((loss.weight, loss.aux, loss.buffers))
+        is_tensor = [isinstance(leaf, Tensor) for leaf in out.leaves]
+        structure[:] = [
+            out.spec,
+            is_tensor,
+            [None if held else leaf for leaf, held in zip(out.leaves, is_tensor, strict=True)],
+            loss.buffers is not None,
+        ]
+        return value * like(scaler.scale, value), (value, [leaf for leaf in out.leaves if isinstance(leaf, Tensor)])
+
+    differentiate = _func_grad if backend == "func" else _autograd_grad
+    grads, (value, tensors) = differentiate(scaled_loss, [flat.leaves[index] for index in wanted])
+
+    spec, is_tensor, leaves, has_buffers = structure
+    handed_out = iter(tensors)
+    leaves = [next(handed_out) if held else leaf for leaf, held in zip(leaves, is_tensor, strict=True)]
+    loss_weight, aux, buffers = cast(tuple[Any, Any, Any], optree.tree_unflatten(spec, leaves))
+
+    tree: list[Tensor | None] = [None] * len(flat.leaves)
+    for index, grad in zip(wanted, grads, strict=True):
+        tree[index] = _weighted(grad, loss_weight)
+    scaled = new(
+        ScaledGrads, tree=flat.unflatten(tree), scale=scaler.scale, weight=weight_tensor(loss_weight, scaler.scale)
+    )
+    return ScaledBackward(scaled, value, (aux, buffers) if has_buffers else aux)
+
+
+def check_backend(backend: Any) -> None:
+    """Raises ValueError for an unknown backend."""
+    if backend not in ("func", "autograd"):
+        raise ValueError(f"backend: found {backend!r}, expected 'func' or 'autograd'.")
+
+
+def as_loss(returned: Any, weight: float | Tensor = 1.0) -> Loss:
+    """The loss function's result as a checked `Loss`."""
+    loss = returned if isinstance(returned, Loss) else Loss(returned)
+    value = loss.value
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"loss_fn: found {type(value).__name__}, expected a 0-dim tensor or Loss(value, weight, aux, buffers). "
+            "Return what else you need as Loss(..., aux=...)."
+        )
+    if value.dim() != 0:
+        raise ValueError(
+            f"loss_fn: found a loss of shape {tuple(value.shape)}, expected a scalar of shape (). "
+            "Reduce it with .mean() and give the number of items as Loss(..., weight=...)."
+        )
+    if not value.is_floating_point():
+        raise TypeError(f"loss_fn: found a loss of {value.dtype}, expected a real floating-point one.")
+    if not _is_one(weight):
+        if not _is_one(loss.weight):
+            raise ValueError(
+                "weight: found one in the Loss and one as argument, expected one of them. "
+                "Drop the argument, or leave the weight of the Loss at 1."
+            )
+        loss = Loss(value, weight, loss.aux, loss.buffers)
+    check_weight(loss.weight)
+    return loss
+
+
+def _is_one(weight: Any) -> bool:
+    """True for the number 1, for which no pass over the gradients is spent."""
+    return isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight == 1
+
+
+def _func_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
+    grad_fn = torch.func.grad_and_value(scaled_loss, has_aux=True)
+    if torch.compiler.is_compiling():
+        grads, (_, aux) = grad_fn(leaves)
+        return grads, aux
+    try:
+        grads, (_, aux) = grad_fn(leaves)
+    except RuntimeError as error:
+        if "setup_context" in str(error) or "saved tensor hooks" in str(error):
+            raise RuntimeError(
+                f"{error}\n\nActivation checkpointing and autograd.Functions without setup_context do not work under "
+                "torch.func. Use backend='autograd', which gives the same values."
+            ) from error
+        raise
+    return grads, aux
+
+
+def _autograd_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        scaled, (value, tensors) = scaled_loss(leaves)
+    if scaled.requires_grad:
+        grads = list(torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True))
+    else:  # a loss that ignores every parameter: zeros, as torch.func gives
+        grads = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
+    return grads, (value.detach(), [tensor.detach() for tensor in tensors])
+
+
+def _weighted(grad: Tensor, weight: float | Tensor) -> Tensor:
+    """`weight * grad`, in float32; zero where the weight is, even if the gradient is NaN."""
+    if _is_one(weight):
+        return grad
+    wide = grad.to(accumulation_dtype(grad.dtype))
+    if not isinstance(weight, Tensor):
+        return wide * weight if weight else torch.zeros_like(wide)
+    factor = like(weight, wide).to(torch.float32)
+    return torch.where(factor == 0, 0, wide * factor)
+
+
+def check_weight(weight: Any) -> None:
+    """Raises unless a weight is a finite number >= 0 or a real 0-dim tensor (whose value is not read)."""
+    if isinstance(weight, Tensor):
+        if weight.dim() != 0:
+            raise ValueError(f"weight: found shape {tuple(weight.shape)}, expected a number or a 0-dim tensor. Sum it.")
+        if weight.is_complex() or weight.dtype == torch.bool:
+            raise TypeError(f"weight: found a {weight.dtype} tensor, expected a count or a real number.")
+        return
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise TypeError(f"weight: found {type(weight).__name__} {weight!r}, expected a number or a 0-dim tensor.")
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"weight: found {weight!r}, expected a finite number >= 0.")
+
+
+def weight_tensor(weight: float | Tensor, scale: Tensor) -> Tensor:
+    """A weight as a float32 tensor on the device of the scale."""
+    check_weight(weight)
+    if isinstance(weight, Tensor):
+        return weight.to(scale.device, torch.float32)
+    return torch.full_like(scale, float(weight))
+
+
+def check_scaled(grads: Any, what: str) -> None:
+    """Raises TypeError unless the gradients carry their scale."""
+    if not isinstance(grads, ScaledGrads):
+        raise TypeError(
+            f"{what}: found {type(grads).__name__}, expected ScaledGrads. Take it from scale_backward or accumulate, "
+            "or write ScaledGrads(tree, scale, weight); gradients without a scale are unscaled already."
+        )
+
+
+def denominator(grads: ScaledGrads) -> Tensor:
+    """What the tree is to be divided by: `scale * weight`, and 1 where the weight is 0."""
+    return torch.where(grads.weight == 0, 1.0, grads.scale * grads.weight)

@@ -1,0 +1,185 @@
+"""The global norm and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_amp.backward import ScaledGrads, denominator
+from functional_amp.transform import stage
+from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like, with_fields
+from functional_amp.unscale import gradient_leaves, largest, norm_dtype
+
+
+class Clipped(NamedTuple):
+    """The clipped gradients, and their norm before clipping."""
+
+    grads: Any
+    norm: Tensor
+
+
+class _Norm(NamedTuple):
+    """A norm as `mantissa * unit`, so that the square of neither end of float32 is ever taken."""
+
+    mantissa: Tensor
+    unit: Tensor
+    finite: Tensor
+
+    def value(self) -> Tensor:
+        return self.mantissa * self.unit
+
+
+@stage
+def global_norm(grads: ScaledGrads | PyTree, norm_type: float = 2.0) -> Tensor:
+    """The p-norm of all gradient elements together, in true units.
+
+        (sum |g|**p) ** (1/p);  for p = inf: max |g|
+
+    Args:
+        grads: ScaledGrads or a pytree of tensors; None, integer and bool leaves do not count. A
+            tensor that stands at two leaves counts twice.
+        norm_type: p >= 1, or inf.
+
+    Returns:
+        0-dim float32, whatever the dtype of the leaves (float64 if any is float64 or complex128),
+        on the device of the first leaf. 0 on the default device for a tree without gradients. inf
+        or NaN where an element is.
+
+    Raises:
+        TypeError, ValueError: for a leaf that is no tensor, a norm_type outside its domain.
+
+    >>> import torch
+    >>> global_norm({"a": torch.tensor([300.0], dtype=torch.float16), "b": torch.tensor([400.0])})
+    tensor(500.)
+    """
+    _check_norm_type(norm_type)
+    if isinstance(grads, ScaledGrads):
+        return _scaled_norm(grads, norm_type).value()
+    return _norm(gradient_leaves(grads), norm_type).value()
+
+
+@stage
+def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: float = 2.0, eps: float = 0.0) -> Clipped:
+    """Scales the gradients down so that their global norm is at most `max_norm`.
+
+        grads = grads * max_norm / (norm + eps) if norm > max_norm else grads
+
+    On ScaledGrads this changes the carried scale alone, and no gradient is touched:
+    `clip(unscale(g))` and `unscale(clip(g))` agree up to rounding.
+
+    Args:
+        grads: ScaledGrads or a pytree of tensors (a bare tensor is one).
+        max_norm: > 0, in true units. None turns clipping off and inf clips nothing; the norm is
+            measured all the same.
+        norm_type: p >= 1, or inf.
+        eps: added to the norm that is divided by; 1e-6 is `torch.nn.utils.clip_grad_norm_`'s.
+
+    Returns:
+        grads: what was given, bit for bit where the norm is at most max_norm or is not finite
+            because a gradient is not; each leaf in its dtype.
+        norm: the norm before clipping, as `global_norm` gives it.
+
+    Raises:
+        TypeError: for a leaf that is no tensor, a number that is none.
+        ValueError: for a max_norm that is zero, negative or NaN, a norm_type below 1, an eps below 0.
+
+    The formula is that of Pascanu et al. 2013, https://arxiv.org/abs/1211.5063.
+
+    >>> import torch
+    >>> clip(torch.tensor([3.0, 4.0]), max_norm=1.0)
+    Clipped(grads=tensor([0.6000, 0.8000]), norm=tensor(5.))
+    """
+    check_clip(max_norm, norm_type, eps)
+    if isinstance(grads, ScaledGrads):
+        norm = _scaled_norm(grads, norm_type)
+        if max_norm is None:
+            return Clipped(grads, norm.value())
+        scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale).to(torch.float32)
+        return Clipped(with_fields(grads, scale=scale), norm.value())
+
+    flat = flatten_tensors(grads, "grads")
+    norm = _norm([leaf for leaf in flat.leaves if is_differentiable(leaf)], norm_type)
+    if max_norm is None:
+        return Clipped(grads, norm.value())
+    coefficient = _coefficient(norm, max_norm, eps)
+    leaves = [_multiplied(leaf, coefficient) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
+    return Clipped(flat.unflatten(leaves), norm.value())
+
+
+def _scaled_norm(grads: ScaledGrads, norm_type: float) -> _Norm:
+    norm = _norm(gradient_leaves(grads.tree), norm_type)
+    return norm._replace(unit=norm.unit / like(denominator(grads), norm.unit))
+
+
+def _norm(leaves: Sequence[Tensor], norm_type: float) -> _Norm:
+    leaves = [leaf for leaf in leaves if leaf.numel()]
+    peak = largest(leaves)
+    finite = torch.isfinite(peak)
+    if not leaves:
+        return _Norm(peak, torch.ones_like(peak), finite)
+    unit = _unit(torch.where(finite, peak, 1), norm_type)
+    dtype = norm_dtype(leaves)
+    norms = []
+    for leaf in leaves:
+        wide = leaf.to(accumulation_dtype(leaf.dtype))
+        if norm_type != math.inf:
+            wide = wide / like(unit, wide).to(wide.real.dtype)
+        norms.append(torch.linalg.vector_norm(wide, norm_type).to(peak.device, dtype))
+    return _Norm(torch.linalg.vector_norm(torch.stack(norms), norm_type), unit, finite)
+
+
+def _unit(peak: Tensor, norm_type: float) -> Tensor:
+    """What elements are divided by before their powers are summed.
+
+    A power of two and mostly 1 for p up to 2, so that the result is the plain norm's, bit for
+    bit; elsewhere the largest element, as 100.0 ** 20 is not a float32.
+    """
+    one = torch.ones_like(peak)
+    if norm_type == math.inf:
+        return one
+    if norm_type > 2:
+        return torch.where(peak > 0, peak, one)
+    small, large = (2.0**-400, 2.0**400) if peak.dtype == torch.float64 else (2.0**-45, 2.0**40)
+    down, up = (2.0**-600, 2.0**600) if peak.dtype == torch.float64 else (2.0**-90, 2.0**100)
+    unit = torch.where(peak > large, up, one)
+    return torch.where((peak < small) & (peak > 0), down, unit)
+
+
+def _coefficient(norm: _Norm, max_norm: float, eps: float) -> Tensor:
+    """What the gradients are multiplied by: exactly 1 where they are to stay as they are."""
+    over = norm.finite & (norm.value() > max_norm)
+    # The divisor of the branch not taken is 1: no 0 / 0 reaches an outer derivative.
+    divisor = torch.where(over, norm.mantissa + eps / norm.unit, 1)
+    return torch.where(over, max_norm / norm.unit / divisor, 1)
+
+
+def _multiplied(leaf: Tensor, coefficient: Tensor) -> Tensor:
+    wide = leaf.to(accumulation_dtype(leaf.dtype))
+    return (wide * like(coefficient, wide).to(wide.real.dtype)).to(leaf.dtype)
+
+
+def _check_norm_type(norm_type: Any) -> None:
+    _check_number(norm_type, "norm_type", "a number >= 1 or inf")
+    if not norm_type >= 1:
+        raise ValueError(f"norm_type: found {norm_type!r}, expected a number >= 1 or inf.")
+
+
+def check_clip(max_norm: Any, norm_type: Any, eps: Any) -> None:
+    """Raises for a max_norm, norm_type or eps outside its domain."""
+    _check_norm_type(norm_type)
+    if max_norm is not None:
+        _check_number(max_norm, "max_norm", "a number > 0; None turns clipping off")
+        if not max_norm > 0:
+            raise ValueError(f"max_norm: found {max_norm!r}, expected a number > 0. Use None to turn clipping off.")
+    _check_number(eps, "eps", "a number >= 0")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: found {eps!r}, expected a finite number >= 0.")
+
+
+def _check_number(value: Any, name: str, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: found {type(value).__name__} {value!r}, expected {expected}.")

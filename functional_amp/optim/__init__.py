@@ -1,0 +1,15 @@
+"""Optimizers as pairs of pure functions, and learning-rate schedules."""
+
+from functional_amp.optim.adam import AdamState as AdamState
+from functional_amp.optim.adam import adam as adam
+from functional_amp.optim.adam import adamw as adamw
+from functional_amp.optim.base import Optimizer as Optimizer
+from functional_amp.optim.base import apply_updates as apply_updates
+from functional_amp.optim.partition import partition as partition
+from functional_amp.optim.schedules import constant as constant
+from functional_amp.optim.schedules import cosine as cosine
+from functional_amp.optim.schedules import join as join
+from functional_amp.optim.schedules import linear as linear
+from functional_amp.optim.schedules import warmup_cosine as warmup_cosine
+from functional_amp.optim.sgd import SGDState as SGDState
+from functional_amp.optim.sgd import sgd as sgd

@@ -1,0 +1,137 @@
+"""Learning-rate schedules: functions of the number of applied updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Schedule: TypeAlias = Callable[[Tensor], Tensor]
+"""`schedule(count)`: from a 0-dim int32 tensor, the applied updates so far, to a 0-dim float32 one."""
+
+LearningRate: TypeAlias = float | Tensor | Schedule
+
+
+def constant(value: float) -> Schedule:
+    """The same value at all times.
+
+    >>> import torch
+    >>> constant(0.5)(torch.tensor(3))
+    tensor(0.5000)
+    """
+    _check_value(value, "value")
+    return lambda count: torch.full_like(count, value, dtype=torch.float32)
+
+
+def linear(start: float, end: float, steps: int) -> Schedule:
+    """From `start` at 0 applied updates straight to `end` at `steps`, and `end` from there on.
+
+    A warm-up is `linear(0.0, peak, steps)`. Its first update has the rate `start`.
+
+    >>> import torch
+    >>> linear(0.0, 1.0, 4)(torch.tensor(1))
+    tensor(0.2500)
+    """
+    _check_value(start, "start")
+    _check_value(end, "end")
+    _check_steps(steps)
+    return lambda count: start + (end - start) * _progress(count, steps)
+
+
+def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
+    """From `start` at 0 applied updates to `end` at `steps` along half a cosine.
+
+        end + (start - end) * (1 + cos(pi * count / steps)) / 2
+
+    The formula is that of Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983.
+
+    >>> import torch
+    >>> cosine(1.0, 4)(torch.tensor(2))
+    tensor(0.5000)
+    """
+    _check_value(start, "start")
+    _check_value(end, "end")
+    _check_steps(steps)
+    return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _progress(count, steps))) / 2
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """One schedule after the other, each counting from its own start.
+
+    Args:
+        schedules: n schedules.
+        boundaries: the n - 1 counts at which the next one takes over, ascending.
+
+    >>> import torch
+    >>> warmup_then_hold = join([linear(0.0, 1.0, 2), constant(1.0)], [2])
+    >>> warmup_then_hold(torch.tensor(1)), warmup_then_hold(torch.tensor(9))
+    (tensor(0.5000), tensor(1.))
+    """
+    if not schedules or len(boundaries) != len(schedules) - 1:
+        raise ValueError(
+            f"boundaries: found {len(boundaries)} for {len(schedules)} schedules, expected one fewer than schedules."
+        )
+    if any(b <= a for a, b in zip((0, *boundaries), boundaries, strict=False)):
+        raise ValueError(f"boundaries: found {list(boundaries)}, expected ascending counts above 0.")
+
+    def schedule(count: Tensor) -> Tensor:
+        value = schedules[0](count)
+        for later, boundary in zip(schedules[1:], boundaries, strict=True):
+            value = torch.where(count < boundary, value, later((count - boundary).clamp(min=0)))
+        return value
+
+    return schedule
+
+
+def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) -> Schedule:
+    """Linear warm-up from 0 to `peak`, then a cosine to `end` at `steps` applied updates.
+
+    >>> import torch
+    >>> warmup_cosine(1.0, 10, 100)(torch.tensor(10))
+    tensor(1.)
+    """
+    _check_steps(warmup_steps)
+    if not (isinstance(steps, int) and steps > warmup_steps):
+        raise ValueError(f"steps: found {steps!r}, expected an int above warmup_steps={warmup_steps}.")
+    return join([linear(0.0, peak, warmup_steps), cosine(peak, steps - warmup_steps, end)], [warmup_steps])
+
+
+def check_learning_rate(lr: LearningRate) -> None:
+    """Raises unless `lr` is a finite number >= 0, a 0-dim float tensor or a function of the count."""
+    if isinstance(lr, Tensor):
+        if lr.dim() != 0 or not lr.is_floating_point():
+            raise ValueError(
+                f"lr: found a {lr.dtype} tensor of shape {tuple(lr.shape)}, expected a 0-dim floating-point tensor."
+            )
+    elif not callable(lr):
+        _check_value(lr, "lr")
+        if lr < 0:
+            raise ValueError(f"lr: found {lr!r}, expected a number >= 0.")
+
+
+def learning_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
+    """The rate of the next update, after `count` applied ones."""
+    if isinstance(lr, Tensor) or not callable(lr):
+        return lr
+    return lr(count)
+
+
+def _progress(count: Tensor, steps: int) -> Tensor:
+    return (count.to(torch.float32) / steps).clamp(0.0, 1.0)
+
+
+def _check_value(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: found {type(value).__name__} {value!r}, expected a number.")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: found {value!r}, expected a finite number.")
+
+
+def _check_steps(steps: object) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps: found {type(steps).__name__} {steps!r}, expected an int.")
+    if steps < 1:
+        raise ValueError(f"steps: found {steps!r}, expected at least 1.")

@@ -1,0 +1,79 @@
+"""Stochastic gradient descent with momentum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_amp.optim.base import LeafRule, Move, Optimizer, nothing, per_leaf, zeros
+from functional_amp.optim.checks import check_non_negative, check_unit_interval
+from functional_amp.optim.schedules import LearningRate, check_learning_rate, learning_rate
+from functional_amp.tree import PyTree, like
+
+
+class SGDState(NamedTuple):
+    """Applied updates (int32, 0-dim) and the momentum buffers (of None without momentum)."""
+
+    step: Tensor
+    momentum_buffer: PyTree
+
+
+def sgd(
+    lr: LearningRate,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> Optimizer:
+    """Stochastic gradient descent, as `torch.optim.SGD` does it.
+
+        g = g + weight_decay * p
+        b = g at the first update, then momentum * b + (1 - dampening) * g
+        p = p - lr * (g + momentum * b if nesterov else b)
+
+    Args:
+        lr: a number, a 0-dim tensor, or a function of the number of applied updates.
+        momentum: in [0, 1).
+        dampening: in [0, 1].
+        weight_decay: L2 penalty, >= 0.
+        nesterov: looks ahead; needs momentum and no dampening.
+
+    Returns:
+        An `Optimizer`. With an lr that is a number its `step` equals
+        `torch.optim.SGD(foreach=False, fused=False)` bit for bit in float32 on a CPU.
+
+    Raises:
+        TypeError, ValueError: for a hyperparameter outside its domain.
+
+    >>> import torch
+    >>> optimizer = sgd(lr=0.1)
+    >>> params, state = optimizer.step(torch.tensor([1.0]), optimizer.init(torch.tensor([1.0])), torch.tensor([1.0]))
+    >>> params
+    tensor([0.9000])
+    """
+    check_learning_rate(lr)
+    check_unit_interval(momentum, "momentum")
+    check_unit_interval(dampening, "dampening", closed=True)
+    check_non_negative(weight_decay, "weight_decay")
+    if nesterov and (momentum == 0 or dampening != 0):
+        raise ValueError("nesterov: found True, expected momentum above 0 and dampening 0 with it.")
+
+    def rule(count: Tensor) -> LeafRule:
+        rate = learning_rate(lr, count)
+
+        def leaf_rule(param: Tensor, grad: Tensor, buffer: Tensor | None) -> tuple[Move, tuple[Tensor | None]]:
+            if weight_decay:
+                grad = torch.add(grad, param, alpha=weight_decay)
+            if buffer is not None:
+                decayed = torch.add(buffer * momentum, grad, alpha=1 - dampening)
+                # torch starts the buffer at the first gradient, which dampening does not touch.
+                buffer = torch.where(like(count, grad) == 0, grad, decayed) if dampening else decayed
+                grad = torch.add(grad, buffer, alpha=momentum) if nesterov else buffer
+            alpha = -like(rate, param).to(param.real.dtype) if isinstance(rate, Tensor) else -rate
+            return Move(0.0, alpha, grad), (buffer,)
+
+        return leaf_rule
+
+    return per_leaf(SGDState, [zeros if momentum else nothing], rule)

@@ -1,0 +1,395 @@
+"""The loss scale: DynamicScale, StaticScale, NoScale, and the rule that moves it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from functional_amp.transform import stage, transformed
+from functional_amp.tree import register, with_fields
+
+FLOAT32_TINY = torch.finfo(torch.float32).tiny
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class Scaler(Protocol):
+    """What the stages need: the scale of the next window, and the successor after it.
+
+    A scaler of your own is a registered pytree node (see `functional_amp.tree.register`) with
+    these two members; `update` must return the same type, structure and dtypes.
+    """
+
+    @property
+    def scale(self) -> Tensor: ...
+
+    def update(self, finite: Tensor) -> Any: ...
+
+
+S = TypeVar("S", bound=Scaler)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class DynamicScale:
+    """The dynamic loss scale: one rule with the knobs of all the known ones.
+
+        good: tracker += 1
+              if tracker >= growth_interval:
+                  grown = min(scale * growth_factor, max_scale)
+                  scale = grown if grown is finite, else scale
+                  tracker = 0;  hysteresis_tracker = hysteresis
+              if refill == "good": hysteresis_tracker = hysteresis
+        bad:  hysteresis_tracker = max(hysteresis_tracker - 1, 0)
+              if hysteresis_tracker == 0: scale = max(scale * backoff_factor, min_scale)
+              tracker = -growth_delay
+
+    The defaults are those of `torch.amp.GradScaler`, bit for bit, except where that breaks: the
+    scale never becomes 0, inf or NaN, and an interval lowered below the tracker still grows. The
+    product is rounded once, in float32: factors that are float32 numbers (2, 0.5, 1.5) give
+    GradScaler's bits, others (1.1) come within one ulp of it.
+
+    Args:
+        scale: the number the loss is multiplied with; a finite positive number, or such a
+            float32 tensor of no dimensions.
+        growth_tracker: clean updates since the last growth or overflow; -growth_delay at first.
+        hysteresis_tracker: the scale backs off when an overflow brings it to 0; hysteresis at first.
+        growth_factor: > 1.
+        backoff_factor: in (0, 1).
+        growth_interval: clean updates after which the scale grows, >= 1.
+        min_scale: where backing off ends, > 0. At the floor updates are still skipped.
+        max_scale: where growing ends; inf refuses only a growth to inf.
+        hysteresis: overflows until the scale backs off, >= 1.
+        refill: "growth" restores the hysteresis when the scale grows, "good" at each clean update.
+        growth_delay: extra clean updates demanded at the start and after an overflow, >= 0.
+
+    Attributes:
+        scale: float32, 0-dim. The other two trackers: int32, 0-dim. The rest is static.
+
+    Raises:
+        TypeError, ValueError: for an argument of the wrong type or outside its domain.
+
+    >>> import torch
+    >>> scaler = DynamicScale(scale=8.0, growth_interval=2)
+    >>> scaler = update_scale(scaler, torch.tensor(True))
+    >>> update_scale(scaler, torch.tensor(True)).scale
+    tensor(16.)
+    """
+
+    scale: Tensor
+    growth_tracker: Tensor
+    hysteresis_tracker: Tensor
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+    hysteresis: int
+    refill: Literal["growth", "good"]
+    growth_delay: int
+
+    def __init__(
+        self,
+        scale: float | Tensor = 2.0**16,
+        growth_tracker: int | Tensor | None = None,
+        hysteresis_tracker: int | Tensor | None = None,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = FLOAT32_TINY,
+        max_scale: float = math.inf,
+        hysteresis: int = 1,
+        refill: Literal["growth", "good"] = "growth",
+        growth_delay: int = 0,
+    ):
+        _check(growth_factor, "growth_factor", float, lambda x: 1 < x < math.inf, "greater than 1 and finite")
+        _check(backoff_factor, "backoff_factor", float, lambda x: 0 < x < 1, "between 0 and 1")
+        _check(growth_interval, "growth_interval", int, lambda x: x >= 1, "at least 1")
+        _check(min_scale, "min_scale", float, lambda x: FLOAT32_TINY <= x <= FLOAT32_MAX, "a normal float32 above 0")
+        _check(max_scale, "max_scale", float, lambda x: x >= min_scale, "at least min_scale")
+        _check(hysteresis, "hysteresis", int, lambda x: x >= 1, "at least 1")
+        _check(growth_delay, "growth_delay", int, lambda x: x >= 0, "at least 0")
+        if refill not in ("growth", "good"):
+            raise ValueError(f"refill: found {refill!r}, expected 'growth' or 'good'.")
+        tracker = -growth_delay if growth_tracker is None else growth_tracker
+        left = hysteresis if hysteresis_tracker is None else hysteresis_tracker
+        scale = scale_tensor(scale, "scale", min_scale, max_scale)
+        fields = {
+            "scale": scale,
+            "growth_tracker": _counter(tracker, "growth_tracker", scale),
+            "hysteresis_tracker": _counter(left, "hysteresis_tracker", scale),
+            "growth_factor": float(growth_factor),
+            "backoff_factor": float(backoff_factor),
+            "growth_interval": growth_interval,
+            "min_scale": float(min_scale),
+            "max_scale": float(max_scale),
+            "hysteresis": hysteresis,
+            "refill": refill,
+            "growth_delay": growth_delay,
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def update(self, finite: Tensor) -> DynamicScale:
+        """The rule of the class docstring; `update_scale` calls it."""
+        tracker = self.growth_tracker + 1
+        grow = tracker >= self.growth_interval
+        grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
+        grown = torch.where(grow & torch.isfinite(grown), grown, self.scale)
+        tracker = torch.where(grow, 0, tracker)
+        full = torch.full_like(self.hysteresis_tracker, self.hysteresis)
+        refilled = full if self.refill == "good" else torch.where(grow, full, self.hysteresis_tracker)
+
+        left = (self.hysteresis_tracker - 1).clamp(min=0)
+        backed_off = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
+        backed_off = torch.where(left == 0, backed_off, self.scale)
+
+        return with_fields(
+            self,
+            scale=torch.where(finite, grown, backed_off),
+            growth_tracker=torch.where(finite, tracker, -self.growth_delay),
+            hysteresis_tracker=torch.where(finite, refilled, left),
+        )
+
+    @classmethod
+    def megatron(
+        cls,
+        scale: float | Tensor = 2.0**32,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        min_scale: float = 1.0,
+    ) -> DynamicScale:
+        """Megatron-LM's rule: hysteresis, refilled when the scale grows; a floor of 1."""
+        return cls(
+            scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+        )
+
+    @classmethod
+    def deepspeed(
+        cls,
+        scale: float | Tensor = 2.0**16,
+        *,
+        scale_window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 1.0,
+    ) -> DynamicScale:
+        """DeepSpeed's rule: one more clean step after a start or an overflow; hysteresis.
+
+        `consecutive_hysteresis` refills the hysteresis at each clean step, not only at a growth.
+        """
+        return cls(
+            scale,
+            growth_interval=scale_window,
+            hysteresis=hysteresis,
+            refill="good" if consecutive_hysteresis else "growth",
+            min_scale=min_scale,
+            growth_delay=1,
+        )
+
+    @classmethod
+    def apex(
+        cls,
+        scale: float | Tensor = 2.0**16,
+        *,
+        scale_window: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = FLOAT32_TINY,
+        max_scale: float = 2.0**24,
+    ) -> DynamicScale:
+        """NVIDIA apex's rule: torch's with a ceiling of 2**24.
+
+        `hysteresis` above 1 is its hysteresis kernel, which refills at each clean step.
+        """
+        return cls(
+            scale,
+            growth_interval=scale_window,
+            hysteresis=hysteresis,
+            refill="good",
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
+
+    @classmethod
+    def jmp(
+        cls,
+        scale: float | Tensor = 2.0**15,
+        *,
+        period: int = 2000,
+        factor: float = 2.0,
+        min_scale: float = 1.0,
+    ) -> DynamicScale:
+        """DeepMind jmp's rule: torch's with a floor of 1; `1 / factor` backs off."""
+        _check(factor, "factor", float, lambda x: 1 < x < math.inf, "greater than 1 and finite")
+        return cls(scale, growth_factor=factor, backoff_factor=1 / factor, growth_interval=period, min_scale=min_scale)
+
+    @classmethod
+    def flax(
+        cls,
+        scale: float | Tensor = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = FLOAT32_TINY,
+    ) -> DynamicScale:
+        """flax's rule: it grows on the clean step after the interval, and up to float32's maximum."""
+        _check(growth_interval, "growth_interval", int, lambda x: x >= 1, "at least 1")
+        return cls(
+            scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval + 1,
+            min_scale=min_scale,
+            max_scale=FLOAT32_MAX,
+        )
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class StaticScale:
+    """A loss scale that never moves.
+
+    Args:
+        scale: a finite positive number, or such a float32 tensor of no dimensions.
+
+    >>> StaticScale(1024.0).scale
+    tensor(1024.)
+    """
+
+    scale: Tensor
+
+    def __init__(self, scale: float | Tensor):
+        object.__setattr__(self, "scale", scale_tensor(scale, "scale", FLOAT32_TINY, FLOAT32_MAX))
+
+    def update(self, finite: Tensor) -> StaticScale:
+        return self
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class NoScale:
+    """No loss scaling, for float32 and bfloat16: the scale is exactly 1 and never moves.
+
+    Non-finite gradients are still seen and their update is still skipped.
+
+    >>> NoScale().scale
+    tensor(1.)
+    """
+
+    scale: Tensor
+
+    def __init__(self, scale: float | Tensor = 1.0):
+        if not isinstance(scale, Tensor) and scale != 1:
+            raise ValueError(f"scale: found {scale!r}, expected 1: use StaticScale({scale!r}).")
+        object.__setattr__(self, "scale", scale_tensor(scale, "scale", 1.0, 1.0))
+
+    def update(self, finite: Tensor) -> NoScale:
+        return self
+
+
+_TRACKERS = ("scale", "growth_tracker", "hysteresis_tracker")
+register(DynamicScale, _TRACKERS, tuple(name for name in DynamicScale.__dataclass_fields__ if name not in _TRACKERS))
+register(StaticScale, ("scale",))
+register(NoScale, ("scale",))
+
+
+@stage
+def update_scale(scaler: S, finite: Tensor) -> S:
+    """Moves the scale after a window: growth after enough clean ones, back-off after an overflow.
+
+    Args:
+        scaler: the scaler whose scale the window was made with.
+        finite: 0-dim bool tensor, from `unscale` or `all_finite`; flags of several gradient trees
+            combine with `&`.
+
+    Returns:
+        The next scaler: same type, same hyperparameters, same dtypes.
+
+    Raises:
+        TypeError: if `finite` is not a bool tensor, or `scaler` is no scaler.
+        ValueError: if the shape of `finite` is not the scale's.
+
+    The rule is in the docstring of `DynamicScale`; its source is `torch.amp.GradScaler`.
+
+    >>> import torch
+    >>> update_scale(DynamicScale(scale=8.0), torch.tensor(False)).scale
+    tensor(4.)
+    """
+    check_scaler(scaler)
+    check_finite(finite)
+    if finite.shape != scaler.scale.shape:
+        raise ValueError(
+            f"finite: found shape {tuple(finite.shape)}, expected {tuple(scaler.scale.shape)} as the scale has. "
+            "Combine the flags of several trees with & or torch.all."
+        )
+    return scaler.update(finite.to(scaler.scale.device))
+
+
+def check_finite(finite: Any, name: str = "finite") -> None:
+    """Raises TypeError unless the flag is a bool tensor."""
+    if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
+        found = str(finite.dtype) if isinstance(finite, Tensor) else f"{type(finite).__name__} {finite!r}"
+        raise TypeError(
+            f"{name}: found {found}, expected a bool tensor. Take it from unscale or all_finite, "
+            "or write torch.tensor(True): a Python bool would be read on the host."
+        )
+
+
+def check_scaler(scaler: Any) -> None:
+    """Raises TypeError unless the object has a scale tensor and an update."""
+    if not isinstance(getattr(scaler, "scale", None), Tensor) or not callable(getattr(scaler, "update", None)):
+        raise TypeError(
+            f"scaler: found {type(scaler).__name__}, expected DynamicScale, StaticScale, NoScale or an object "
+            "with a `scale` tensor and an `update(finite)`. torch.amp.GradScaler is stateful and does not fit: "
+            "use DynamicScale(), which follows the same rule."
+        )
+
+
+def scale_tensor(value: float | Tensor, name: str, low: float, high: float) -> Tensor:
+    """A loss scale as a float32 tensor, checked to be finite and within [low, high].
+
+    A tensor's value is only looked at where that is free: on a CPU and outside any transform.
+    """
+    if isinstance(value, Tensor):
+        if value.dtype != torch.float32:
+            raise TypeError(f"{name}: found a {value.dtype} tensor, expected float32. Cast it with .float().")
+        if not _host_readable(value):
+            return value
+        for number in value.detach().flatten().tolist():
+            _check(number, name, float, lambda x: low <= x <= min(high, FLOAT32_MAX), f"finite, from {low} to {high}")
+        return value
+    _check(value, name, float, lambda x: low <= x <= min(high, FLOAT32_MAX), f"finite, from {low} to {high}")
+    return torch.tensor(float(value), dtype=torch.float32)
+
+
+def _host_readable(value: Tensor) -> bool:
+    plain = type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling() and not transformed()
+
+
+def _counter(value: int | Tensor, name: str, scale: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.dtype != torch.int32:
+            raise TypeError(f"{name}: found a {value.dtype} tensor, expected int32. Cast it with .int().")
+        return value
+    _check(value, name, int, lambda x: True, "an int")
+    return torch.full_like(scale, value, dtype=torch.int32)
+
+
+def _check(value: Any, name: str, kind: type, domain: Any, expected: str) -> None:
+    """Raises TypeError for the wrong kind of number, ValueError for one outside its domain."""
+    kinds = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name}: found {type(value).__name__} {value!r}, expected {kind.__name__}.")
+    if not domain(value):
+        raise ValueError(f"{name}: found {value!r}, expected {expected}.")

@@ -1,0 +1,107 @@
+"""Taking the units off: all_finite, unscale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from functional_amp.backward import ScaledGrads, check_scaled, denominator
+from functional_amp.transform import stage
+from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like
+
+
+class Unscaled(NamedTuple):
+    """Gradients in true units, and whether all of them are finite."""
+
+    grads: PyTree
+    finite: Tensor
+
+
+@stage
+def all_finite(grads: ScaledGrads | PyTree) -> Tensor:
+    """Tells whether no gradient element is inf or NaN, judged in true units.
+
+    Args:
+        grads: ScaledGrads or a pytree of tensors; None, integer and bool leaves do not count.
+
+    Returns:
+        0-dim bool tensor on the device of the scale, or of the first leaf; True for an empty tree.
+        For ScaledGrads the value is that of `unscale`: a finite element that would leave float32
+        when divided by the scale counts as overflow, and so does a scale * weight outside float32.
+
+    Raises:
+        TypeError: for a leaf that is no tensor.
+
+    >>> import torch
+    >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
+    tensor(False)
+    """
+    if not isinstance(grads, ScaledGrads):
+        return torch.isfinite(largest(gradient_leaves(grads)))
+    divisor = denominator(grads)
+    return _finite(gradient_leaves(grads.tree), divisor)
+
+
+@stage
+def unscale(grads: ScaledGrads) -> Unscaled:
+    """Divides the gradients by the scale and the weight that they carry.
+
+    Args:
+        grads: the sum of a window.
+
+    Returns:
+        grads: the gradient of the window, `tree / (scale * weight)`: float32 whatever the dtype
+            of the tree (float64 and complex leaves keep theirs); zero where the weight is 0.
+        finite: as `all_finite` gives it.
+
+    Raises:
+        TypeError: for gradients that carry no scale: they are unscaled already.
+
+    >>> import torch
+    >>> unscale(ScaledGrads({"w": torch.tensor([24.0])}, scale=8.0, weight=3.0))
+    Unscaled(grads={'w': tensor([1.])}, finite=tensor(True))
+    """
+    check_scaled(grads, "unscale: grads")
+    flat = flatten_tensors(grads.tree, "grads")
+    divisor = denominator(grads)
+    leaves = [
+        leaf.to(accumulation_dtype(leaf.dtype)) / like(divisor, leaf) if is_differentiable(leaf) else leaf
+        for leaf in flat.leaves
+    ]
+    return Unscaled(flat.unflatten(leaves), _finite([leaf for leaf in flat.leaves if is_differentiable(leaf)], divisor))
+
+
+def _finite(leaves: Sequence[Tensor], divisor: Tensor) -> Tensor:
+    # Division is monotone: the quotients are finite if and only if the largest one is.
+    usable = torch.isfinite(divisor) & (divisor > 0)
+    return torch.isfinite(like(largest(leaves), divisor) / divisor) & usable
+
+
+def gradient_leaves(grads: PyTree, what: str = "grads") -> list[Tensor]:
+    """The float and complex leaves of a checked gradient tree."""
+    return [leaf for leaf in flatten_tensors(grads, what).leaves if is_differentiable(leaf)]
+
+
+def largest(leaves: Sequence[Tensor]) -> Tensor:
+    """The largest absolute value (of real and imaginary parts), NaN if there is any.
+
+    Returns:
+        0-dim, in the dtype the norm is kept in, on the device of the first leaf; 0 without leaves.
+    """
+    leaves = [leaf.detach() for leaf in leaves if leaf.numel()]
+    if not leaves:
+        return torch.zeros((), dtype=torch.float32)
+    dtype, device = norm_dtype(leaves), leaves[0].device
+    bounds = [torch.aminmax(torch.view_as_real(leaf) if leaf.is_complex() else leaf) for leaf in leaves]
+    low = torch.stack([bound.min.to(device, dtype) for bound in bounds]).amin()
+    high = torch.stack([bound.max.to(device, dtype) for bound in bounds]).amax()
+    return torch.maximum(high, -low)
+
+
+def norm_dtype(leaves: Sequence[Tensor]) -> torch.dtype:
+    """float64 if any leaf is of 64-bit reals, else float32."""
+    wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
+    return torch.float64 if wide else torch.float32
