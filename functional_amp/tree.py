@@ -7,7 +7,7 @@ a missing gradient stands at the place of its parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 import optree
 import torch
@@ -114,7 +114,7 @@ def map_tensors(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> Py
     )
 
 
-def is_differentiable(leaf: Any) -> bool:
+def is_differentiable(leaf: Any) -> TypeGuard[Tensor]:
     """A float or complex tensor. Integer and bool tensors ride along in a tree untouched."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 

@@ -65,7 +65,7 @@ def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) 
     step = getattr(optimizer, "step", None)
     if step is not None:
         return step(grads, opt_state, params)
-    update = getattr(optimizer, "update", None)
+    update: Any = getattr(optimizer, "update", None)
     if update is None and isinstance(optimizer, tuple) and len(optimizer) == 2:
         update = optimizer[1]
     elif update is None and callable(optimizer):
