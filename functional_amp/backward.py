@@ -134,6 +134,7 @@ def scale_backward(
     Raises:
         TypeError: for a leaf that is no tensor, parameters without a float leaf, a loss that is no
             real floating-point tensor.
+        RuntimeError: for backend="autograd" inside `torch.inference_mode()`.
         ValueError: for a loss that is not 0-dim, a bad weight, an unknown backend.
 
     >>> import torch
@@ -248,6 +249,11 @@ def _func_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[l
 
 
 def _autograd_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "backend='autograd' records nothing inside torch.inference_mode(), and every gradient would be zero. "
+            "Leave the inference mode, or use backend='func', which works in it."
+        )
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     with torch.enable_grad():
         scaled, (value, tensors) = scaled_loss(leaves)

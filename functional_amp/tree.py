@@ -7,6 +7,7 @@ a missing gradient stands at the place of its parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 import optree
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 _ACCUMULATION_DTYPES = {
     torch.float64: torch.float64,
+    torch.complex32: torch.complex64,
     torch.complex64: torch.complex64,
     torch.complex128: torch.complex128,
 }
@@ -41,7 +43,19 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
 
     Returns:
         The class.
+
+    Raises:
+        TypeError: for anything that is no dataclass.
+        ValueError: for a field that is missing among the names, or a name that is no field.
     """
+    if not isinstance(cls, type) or not is_dataclass(cls):
+        raise TypeError(f"register: found {cls!r}, expected a dataclass. Decorate it with @dataclass(frozen=True).")
+    if sorted(children + static) != sorted(field.name for field in fields(cls)):
+        raise ValueError(
+            f"register: found {sorted(children + static)} for {cls.__name__}, expected each of its fields "
+            f"{sorted(field.name for field in fields(cls))} once. "
+            "Name it in children or in static: what is in neither is lost in a tree_map."
+        )
 
     def context(node: Any) -> tuple[Any, ...]:
         return tuple(getattr(node, name) for name in static)
@@ -69,17 +83,17 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
     return cls
 
 
-def new(cls: type[T], **fields: Any) -> T:
+def new(cls: type[T], **values: Any) -> T:
     """A registered dataclass from its fields as they are: nothing is converted or validated."""
     node = object.__new__(cls)
-    for name, value in fields.items():
+    for name, value in values.items():
         object.__setattr__(node, name, value)
     return node
 
 
-def with_fields(node: T, **fields: Any) -> T:
+def with_fields(node: T, **values: Any) -> T:
     """A copy of a registered dataclass with some fields replaced, as `new` makes it."""
-    return new(type(node), **{**vars(node), **fields})
+    return new(type(node), **{**vars(node), **values})
 
 
 class Flat(NamedTuple):
@@ -219,11 +233,20 @@ def select(condition: Tensor, new: PyTree, old: PyTree, what: str = "select") ->
 
     Raises:
         ValueError, TypeError: if the trees differ in structure, shape or dtype; the path is named.
+            Also for a condition that is no 0-dim bool tensor.
 
     >>> import torch
     >>> select(torch.tensor(False), {"w": torch.tensor([float("nan")])}, {"w": torch.tensor([1.0])})
     {'w': tensor([1.])}
     """
+    if not isinstance(condition, Tensor) or condition.dtype != torch.bool:
+        found = str(condition.dtype) if isinstance(condition, Tensor) else _describe(condition)
+        raise TypeError(f"condition: found {found}, expected a 0-dim bool tensor. Write torch.tensor(True).")
+    if condition.dim() != 0:
+        raise ValueError(
+            f"condition: found shape {tuple(condition.shape)}, expected a 0-dim flag: one for all leaves. "
+            "Reduce it with torch.all."
+        )
     new_flat, old_flat = flatten(new), flatten(old)
     check_structure(new, new_flat, old, old_flat, what, "the tree before")
     selected = []
@@ -257,13 +280,16 @@ def split(tree: PyTree, predicate: Callable[[str, Any], bool]) -> tuple[PyTree, 
     Returns:
         The tree of the leaves where the predicate holds, and the tree of the others.
 
+    Raises:
+        TypeError: for a leaf that is no tensor; the path is named.
+
     >>> import torch
     >>> params = {"head": torch.ones(1), "body": torch.zeros(1)}
     >>> trainable, frozen = split(params, lambda path, leaf: path == "head")
     >>> trainable, frozen
     ({'head': tensor([1.]), 'body': None}, {'head': None, 'body': tensor([0.])})
     """
-    flat = flatten(tree)
+    flat = flatten_tensors(tree, "tree")
     chosen = [bool(predicate(path, leaf)) for path, leaf in zip(paths(tree), flat.leaves, strict=True)]
     return (
         flat.unflatten([leaf if keep else None for leaf, keep in zip(flat.leaves, chosen, strict=True)]),
@@ -275,12 +301,14 @@ def merge(*trees: PyTree) -> PyTree:
     """Puts together what `split` took apart: at each leaf, the first that is not None.
 
     Raises:
-        ValueError: if the structures differ; the paths are named.
+        ValueError: if the structures differ (the paths are named), or without any tree.
 
     >>> import torch
     >>> merge({"a": torch.ones(1), "b": None}, {"a": None, "b": torch.zeros(1)})
     {'a': tensor([1.]), 'b': tensor([0.])}
     """
+    if not trees:
+        raise ValueError("merge: found no trees, expected at least one.")
     flats = [flatten(tree) for tree in trees]
     for tree, flat in zip(trees[1:], flats[1:], strict=True):
         check_structure(tree, flat, trees[0], flats[0], "merge", "the first tree")
