@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TypeVar
 
@@ -48,7 +48,7 @@ def accumulate(total: ScaledGrads | None, grads: ScaledGrads, *, where: Tensor |
     Raises:
         TypeError: for anything else than ScaledGrads, leaves that are no tensors, a `where` that
             is no bool tensor, leaves whose dtypes do not accumulate in the same one.
-        ValueError: for trees of different structure, shapes or devices.
+        ValueError: for trees of different structure, shapes or devices, a `where` that is not 0-dim.
 
     >>> import torch
     >>> first = ScaledGrads(torch.tensor([8.0]), scale=8.0, weight=1.0)
@@ -59,6 +59,11 @@ def accumulate(total: ScaledGrads | None, grads: ScaledGrads, *, where: Tensor |
     check_scaled(grads, "accumulate: grads")
     if where is not None:
         check_finite(where, "where")
+        if where.dim() != 0:
+            raise ValueError(
+                f"where: found shape {tuple(where.shape)}, expected a 0-dim flag: one for the micro-batch. "
+                "Reduce it with torch.all."
+            )
     flat = flatten_tensors(grads.tree, "grads")
     added_leaves = [_widened(leaf) for leaf in flat.leaves]
     added_weight = grads.weight if where is None else torch.where(where, grads.weight, 0)
@@ -72,12 +77,12 @@ def accumulate(total: ScaledGrads | None, grads: ScaledGrads, *, where: Tensor |
     ratio = None if grads.scale is total.scale else total.scale / grads.scale
     leaves = []
     for index, (leaf, old) in enumerate(zip(added_leaves, map(_widened, total_flat.leaves), strict=True)):
+        if leaf is not None and old is not None:
+            _check_addable(leaf, old, lambda index=index: paths(total.tree)[index])
         if leaf is None or not is_differentiable(leaf):
             leaves.append(old)
             continue
         leaf = leaf if ratio is None else leaf * like(ratio, leaf)
-        if old is not None:
-            _check_addable(leaf, old, lambda index=index: paths(total.tree)[index])
         leaves.append(_where(where, leaf if old is None else old + leaf, old))
     return with_fields(total, tree=flat.unflatten(leaves), weight=total.weight + added_weight)
 
@@ -114,7 +119,8 @@ def windows(loader: Iterable[T], n: int) -> Iterator[list[T]]:
         Lists of n micro-batches; the last is shorter where the loader ends early. None is lost.
 
     Raises:
-        TypeError, ValueError: at the call, for an n that is no int or below 1.
+        TypeError, ValueError: at the call, for an n that is no int or below 1, a loader that is no
+            iterable of micro-batches.
 
     >>> list(windows([1, 2, 3], 2))
     [[1, 2], [3]]
@@ -123,5 +129,10 @@ def windows(loader: Iterable[T], n: int) -> Iterator[list[T]]:
         raise TypeError(f"n: found {type(n).__name__} {n!r}, expected an int: the micro-batches of a window.")
     if n < 1:
         raise ValueError(f"n: found {n}, expected at least 1: a window without micro-batches has no gradient.")
+    if isinstance(loader, (Mapping, str)) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"loader: found {type(loader).__name__}, expected an iterable of micro-batches. "
+            "Pass a DataLoader or a list of micro-batches."
+        )
     micro_batches = iter(loader)
     return iter(lambda: list(islice(micro_batches, n)), [])

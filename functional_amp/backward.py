@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
@@ -20,8 +19,8 @@ from functional_amp.tree import (
     flatten_tensors,
     is_differentiable,
     like,
-    map_tensors,
     new,
+    path_name,
     paths,
     register,
 )
@@ -67,7 +66,8 @@ class ScaledGrads:
         weight: the number of items; a number >= 0 or a 0-dim float32 tensor.
 
     Raises:
-        TypeError, ValueError: for a scale or weight of the wrong type or value.
+        TypeError, ValueError: for a scale or weight of the wrong type, shape or value, a leaf that is no
+            tensor, ScaledGrads inside the tree.
 
     >>> import torch
     >>> ScaledGrads({"w": torch.tensor([24.0])}, scale=8.0, weight=1.0)  # a gradient of 3
@@ -79,12 +79,20 @@ class ScaledGrads:
     weight: Tensor
 
     def __init__(self, tree: PyTree, scale: float | Tensor, weight: float | Tensor = 1.0):
-        device = next((leaf.device for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)), None)
+        check_plain(tree, "tree")
+        flat = flatten_tensors(tree, "tree")
+        check_weight(weight)
         scale = scale_tensor(scale, "scale", FLOAT32_TINY, FLOAT32_MAX)
+        if scale.dim() != 0:
+            raise ValueError(f"scale: found shape {tuple(scale.shape)}, expected a number or a 0-dim tensor.")
+        device = next((leaf.device for leaf in flat.leaves if leaf is not None), None)
         scale = scale if device is None else scale.to(device)
         # The stages rely on it that the tree of a weight of 0 is zero.
         if isinstance(weight, Tensor) or weight == 0:
-            tree = map_tensors(lambda leaf: torch.where(like(torch.as_tensor(weight), leaf) == 0, 0, leaf), tree)
+            zero = torch.as_tensor(weight) == 0
+            tree = flat.unflatten(
+                [torch.where(like(zero, leaf), 0, leaf) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
+            )
         object.__setattr__(self, "tree", tree)
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "weight", weight_tensor(weight, scale))
@@ -143,7 +151,13 @@ def scale_backward(
     >>> grads.tree, loss
     (tensor([4., 4.]), tensor(1.))
     """
+    check_loss_fn(loss_fn)
     check_scaler(scaler)
+    if scaler.scale.dim() != 0:
+        raise ValueError(
+            f"scaler: found a scale of shape {tuple(scaler.scale.shape)}, expected a 0-dim one. "
+            "Stacked scalers go through torch.vmap together with stacked parameters."
+        )
     check_backend(backend)
     flat = flatten_tensors(params, "params")
     wanted = [index for index, leaf in enumerate(flat.leaves) if is_differentiable(leaf)]
@@ -193,9 +207,18 @@ def scale_backward(
     return ScaledBackward(scaled, value, (aux, buffers) if has_buffers else aux)
 
 
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raises TypeError unless the loss function can be called."""
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn: found {type(loss_fn).__name__}, expected a function `loss_fn(params, *batch)`. "
+            "Pass the function itself, not the loss that it gives."
+        )
+
+
 def check_backend(backend: Any) -> None:
     """Raises ValueError for an unknown backend."""
-    if backend not in ("func", "autograd"):
+    if not isinstance(backend, str) or backend not in ("func", "autograd"):
         raise ValueError(f"backend: found {backend!r}, expected 'func' or 'autograd'.")
 
 
@@ -270,7 +293,7 @@ def _weighted(grad: Tensor, weight: float | Tensor) -> Tensor:
         return grad
     wide = grad.to(accumulation_dtype(grad.dtype))
     if not isinstance(weight, Tensor):
-        return wide * weight if weight else torch.zeros_like(wide)
+        return wide * float(weight) if weight else torch.zeros_like(wide)
     factor = like(weight, wide).to(torch.float32)
     return torch.where(factor == 0, 0, wide * factor)
 
@@ -285,8 +308,8 @@ def check_weight(weight: Any) -> None:
         return
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise TypeError(f"weight: found {type(weight).__name__} {weight!r}, expected a number or a 0-dim tensor.")
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"weight: found {weight!r}, expected a finite number >= 0.")
+    if not 0 <= weight <= FLOAT32_MAX:
+        raise ValueError(f"weight: found {weight!r}, expected a finite number >= 0 that float32 can hold.")
 
 
 def weight_tensor(weight: float | Tensor, scale: Tensor) -> Tensor:
@@ -304,6 +327,22 @@ def check_scaled(grads: Any, what: str) -> None:
             f"{what}: found {type(grads).__name__}, expected ScaledGrads. Take it from scale_backward or accumulate, "
             "or write ScaledGrads(tree, scale, weight); gradients without a scale are unscaled already."
         )
+
+
+def check_plain(tree: Any, what: str) -> None:
+    """Raises TypeError where ScaledGrads stand inside a tree: their scale would count as a gradient."""
+
+    def is_scaled(node: Any) -> bool:
+        return isinstance(node, ScaledGrads)
+
+    nodes = optree.tree_leaves(tree, is_leaf=is_scaled, none_is_leaf=True)
+    for index, node in enumerate(nodes):
+        if is_scaled(node):
+            path = path_name(optree.tree_paths(tree, is_leaf=is_scaled, none_is_leaf=True)[index])
+            raise TypeError(
+                f"{what}: found ScaledGrads at {path!r}, expected a tensor or None. Their units differ from leaf to "
+                "leaf: unscale each of them first, or put the parameters into one tree and differentiate that."
+            )
 
 
 def denominator(grads: ScaledGrads) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_amp.backward import ScaledGrads, denominator
+from functional_amp.backward import ScaledGrads, check_plain, denominator
 from functional_amp.transform import stage
 from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like, with_fields
 from functional_amp.unscale import gradient_leaves, largest, norm_dtype
@@ -58,8 +59,9 @@ def global_norm(grads: ScaledGrads | PyTree, norm_type: float = 2.0) -> Tensor:
     """
     _check_norm_type(norm_type)
     if isinstance(grads, ScaledGrads):
-        return _scaled_norm(grads, norm_type).value()
-    return _norm(gradient_leaves(grads), norm_type).value()
+        return _scaled_norm(grads, float(norm_type)).value()
+    check_plain(grads, "grads")
+    return _norm(gradient_leaves(grads), float(norm_type)).value()
 
 
 @stage
@@ -94,6 +96,8 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
     Clipped(grads=tensor([0.6000, 0.8000]), norm=tensor(5.))
     """
     check_clip(max_norm, norm_type, eps)
+    # Python ints above 2**63 are no tensor operands.
+    max_norm, norm_type, eps = None if max_norm is None else float(max_norm), float(norm_type), float(eps)
     if isinstance(grads, ScaledGrads):
         norm = _scaled_norm(grads, norm_type)
         if max_norm is None:
@@ -101,6 +105,7 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
         scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale).to(torch.float32)
         return Clipped(with_fields(grads, scale=scale), norm.value())
 
+    check_plain(grads, "grads")
     flat = flatten_tensors(grads, "grads")
     norm = _norm([leaf for leaf in flat.leaves if is_differentiable(leaf)], norm_type)
     if max_norm is None:
@@ -164,7 +169,7 @@ def _multiplied(leaf: Tensor, coefficient: Tensor) -> Tensor:
 
 def _check_norm_type(norm_type: Any) -> None:
     _check_number(norm_type, "norm_type", "a number >= 1 or inf")
-    if not norm_type >= 1:
+    if not (1 <= norm_type <= sys.float_info.max or norm_type == math.inf):
         raise ValueError(f"norm_type: found {norm_type!r}, expected a number >= 1 or inf.")
 
 
@@ -173,10 +178,10 @@ def check_clip(max_norm: Any, norm_type: Any, eps: Any) -> None:
     _check_norm_type(norm_type)
     if max_norm is not None:
         _check_number(max_norm, "max_norm", "a number > 0; None turns clipping off")
-        if not max_norm > 0:
+        if not (0 < max_norm <= sys.float_info.max or max_norm == math.inf):
             raise ValueError(f"max_norm: found {max_norm!r}, expected a number > 0. Use None to turn clipping off.")
     _check_number(eps, "eps", "a number >= 0")
-    if not 0 <= eps < math.inf:
+    if not 0 <= eps <= sys.float_info.max:
         raise ValueError(f"eps: found {eps!r}, expected a finite number >= 0.")
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from functional_amp.backward import ScaledGrads
 from functional_amp.step import TrainState
-from functional_amp.tree import PyTree, flatten, is_differentiable, paths
+from functional_amp.tree import PyTree, flatten_tensors, is_differentiable, paths
+from functional_amp.unscale import largest
 
 
 def nonfinite_paths(tree: ScaledGrads | PyTree) -> list[str]:
@@ -19,6 +20,9 @@ def nonfinite_paths(tree: ScaledGrads | PyTree) -> list[str]:
     Args:
         tree: gradients, parameters, or any pytree of tensors.
 
+    Raises:
+        TypeError: for a leaf that is no tensor; the path is named.
+
     >>> import torch
     >>> nonfinite_paths({"a": torch.ones(1), "b": [torch.tensor([float("nan")])]})
     ['b.0']
@@ -26,8 +30,8 @@ def nonfinite_paths(tree: ScaledGrads | PyTree) -> list[str]:
     tree = tree.tree if isinstance(tree, ScaledGrads) else tree
     return [
         path
-        for path, leaf in zip(paths(tree), flatten(tree).leaves, strict=True)
-        if is_differentiable(leaf) and not bool(torch.isfinite(leaf).all())
+        for path, leaf in zip(paths(tree), flatten_tensors(tree, "tree").leaves, strict=True)
+        if is_differentiable(leaf) and not bool(torch.isfinite(largest([leaf])))
     ]
 
 
@@ -44,11 +48,18 @@ def check_progress(state: TrainState, *, max_skipped: int = 100, grads: ScaledGr
 
     Raises:
         FloatingPointError: if more updates in a row were skipped.
+        TypeError, ValueError: for a state that is no TrainState, a max_skipped that is no int >= 0.
 
     >>> import torch
     >>> from functional_amp import init_state, sgd
     >>> check_progress(init_state(torch.ones(1), sgd(0.1)))
     """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state: found {type(state).__name__}, expected the TrainState of init_state or of a step.")
+    if isinstance(max_skipped, bool) or not isinstance(max_skipped, int):
+        raise TypeError(f"max_skipped: found {type(max_skipped).__name__} {max_skipped!r}, expected an int.")
+    if max_skipped < 0:
+        raise ValueError(f"max_skipped: found {max_skipped}, expected at least 0.")
     skipped = _read(state.skipped_in_a_row)
     if skipped <= max_skipped:
         return

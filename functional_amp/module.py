@@ -47,6 +47,7 @@ class Apply:
         Raises:
             RuntimeError: if the forward wrote to a buffer (BatchNorm in train mode does).
             ValueError: if names are missing among `params` or too many.
+            TypeError: for a value that is no tensor.
         """
         given = self._copies(self.buffers)
         versions = {name: b._version for name, b in given.items()}
@@ -119,8 +120,7 @@ def from_module(module: nn.Module) -> FromModule:
     >>> sorted(params), apply(params, torch.ones(3, 2)).shape
     (['bias', 'weight'], torch.Size([3, 1]))
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: found {type(module).__name__}, expected a torch.nn.Module.")
+    _check_module(module)
     places, params, buffers, frozen = {}, {}, {}, set()
     names: dict[int, str] = {}
     meta: dict[int, Any] = {}
@@ -153,7 +153,7 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
         buffers: the buffers by name, or None to leave the module's as they are.
 
     Raises:
-        ValueError: if names or shapes do not fit; nothing has been written then.
+        TypeError, ValueError: if names, shapes or kinds of number do not fit; nothing has been written then.
 
     >>> import torch
     >>> module = torch.nn.Linear(1, 1)
@@ -162,6 +162,7 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
     >>> module.weight.item()
     3.0
     """
+    _check_module(module)
     tensors: Tensors = {}
     names: set[int] = set()
     for place, tensor in _attributes(module):
@@ -178,6 +179,11 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
             raise ValueError(
                 f"to_module: found shape {tuple(value.shape)} at {name!r}, expected {tuple(tensors[name].shape)}. "
                 "Pass the values of a module built with the same sizes."
+            )
+        if value.layout != torch.strided or value.is_meta or (value.is_complex() and not tensors[name].is_complex()):
+            raise TypeError(
+                f"to_module: found a {value.dtype} tensor ({value.layout}, {value.device}) at {name!r}, expected one "
+                f"to copy into {tensors[name].dtype}. Pass dense values of the same kind of number."
             )
     with torch.no_grad():
         for name, value in values.items():
@@ -205,6 +211,11 @@ def _running_statistics(module: nn.Module) -> list[str]:
     ]
 
 
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: found {type(module).__name__}, expected a torch.nn.Module.")
+
+
 def _check_names(found: Any, expected: set[str], what: str) -> None:
     if not isinstance(found, Mapping):
         raise TypeError(
@@ -216,3 +227,9 @@ def _check_names(found: Any, expected: set[str], what: str) -> None:
         raise ValueError(
             f"{what}: the names are not the module's: {detail}. Pass the dict that from_module gave, or its successor."
         )
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{what}: found {type(value).__name__} at {name!r}, expected a tensor. "
+                "Pass the dict that from_module gave, or its successor; merge what split took apart."
+            )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.backward import Loss
+from functional_amp.backward import Loss, check_loss_fn
 from functional_amp.tree import PyTree, flatten, map_tensors, with_fields
 
 LossFn = Callable[..., Any]
@@ -110,6 +110,7 @@ def cast_floating(tree: PyTree, dtype: torch.dtype) -> PyTree:
     >>> cast_floating({"x": torch.ones(1), "n": torch.ones(1, dtype=torch.int64)}, torch.float16)
     {'x': tensor([1.], dtype=torch.float16), 'n': tensor([1])}
     """
+    _check_dtype(dtype, "dtype")
     return map_tensors(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
     )
@@ -139,6 +140,7 @@ def with_policy(loss_fn: LossFn, policy: Policy | str) -> LossFn:
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     if not isinstance(policy, Policy):
         raise TypeError(f"policy: found {type(policy).__name__}, expected a Policy or its text.")
+    check_loss_fn(loss_fn)
     kept = _position(loss_fn, "buffers")
 
     @functools.wraps(loss_fn)
@@ -171,7 +173,10 @@ def autocast(loss_fn: LossFn, dtype: torch.dtype, *, device_type: str | None = N
     >>> autocast(lambda p, x: (x @ p).float().sum(), torch.bfloat16)(torch.ones(2, 1), torch.ones(1, 2))
     tensor(2.)
     """
+    check_loss_fn(loss_fn)
     _check_dtype(dtype, "dtype")
+    if device_type is not None and not isinstance(device_type, str):
+        raise TypeError(f"device_type: found {device_type!r}, expected 'cuda', 'cpu' or None for the parameters' own.")
 
     @functools.wraps(loss_fn)
     def wrapped(params: PyTree, *args: Any, **kwargs: Any) -> Any:

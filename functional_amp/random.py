@@ -16,10 +16,10 @@ def seeded(seed: int) -> Iterator[None]:
     or not: the same state, micro-batches and seed give the same bits.
 
     Args:
-        seed: any int.
+        seed: any int of 64 bits.
 
     Raises:
-        TypeError: for a seed that is no int.
+        TypeError, ValueError: for a seed that is no int, or too large for a generator.
         RuntimeError: inside a graph being compiled: seeds are set outside.
 
     >>> import torch
@@ -37,6 +37,8 @@ def seeded(seed: int) -> Iterator[None]:
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed: found {type(seed).__name__} {seed!r}, expected an int.")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed: found {seed}, expected an int of 64 bits. Take it modulo 2**64.")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)

@@ -105,11 +105,12 @@ class DynamicScale:
         refill: Literal["growth", "good"] = "growth",
         growth_delay: int = 0,
     ):
-        _check(growth_factor, "growth_factor", float, lambda x: 1 < x < math.inf, "greater than 1 and finite")
+        _check(growth_factor, "growth_factor", float, lambda x: 1 < x <= FLOAT32_MAX, "greater than 1 and finite")
         _check(backoff_factor, "backoff_factor", float, lambda x: 0 < x < 1, "between 0 and 1")
         _check(growth_interval, "growth_interval", int, lambda x: x >= 1, "at least 1")
         _check(min_scale, "min_scale", float, lambda x: FLOAT32_TINY <= x <= FLOAT32_MAX, "a normal float32 above 0")
-        _check(max_scale, "max_scale", float, lambda x: x >= min_scale, "at least min_scale")
+        ceiling = "from min_scale to float32's maximum, or inf"
+        _check(max_scale, "max_scale", float, lambda x: min_scale <= x <= FLOAT32_MAX or x == math.inf, ceiling)
         _check(hysteresis, "hysteresis", int, lambda x: x >= 1, "at least 1")
         _check(growth_delay, "growth_delay", int, lambda x: x >= 0, "at least 0")
         if refill not in ("growth", "good"):
@@ -189,6 +190,9 @@ class DynamicScale:
 
         `consecutive_hysteresis` refills the hysteresis at each clean step, not only at a growth.
         """
+        _check(scale_window, "scale_window", int, lambda x: x >= 1, "at least 1")
+        if not isinstance(consecutive_hysteresis, bool):
+            raise TypeError(f"consecutive_hysteresis: found {consecutive_hysteresis!r}, expected True or False.")
         return cls(
             scale,
             growth_interval=scale_window,
@@ -212,6 +216,7 @@ class DynamicScale:
 
         `hysteresis` above 1 is its hysteresis kernel, which refills at each clean step.
         """
+        _check(scale_window, "scale_window", int, lambda x: x >= 1, "at least 1")
         return cls(
             scale,
             growth_interval=scale_window,
@@ -231,7 +236,8 @@ class DynamicScale:
         min_scale: float = 1.0,
     ) -> DynamicScale:
         """DeepMind jmp's rule: torch's with a floor of 1; `1 / factor` backs off."""
-        _check(factor, "factor", float, lambda x: 1 < x < math.inf, "greater than 1 and finite")
+        _check(factor, "factor", float, lambda x: 1 < x <= FLOAT32_MAX, "greater than 1 and finite")
+        _check(period, "period", int, lambda x: x >= 1, "at least 1")
         return cls(scale, growth_factor=factor, backoff_factor=1 / factor, growth_interval=period, min_scale=min_scale)
 
     @classmethod
@@ -348,10 +354,16 @@ def check_finite(finite: Any, name: str = "finite") -> None:
 def check_scaler(scaler: Any) -> None:
     """Raises TypeError unless the object has a scale tensor and an update."""
     if not isinstance(getattr(scaler, "scale", None), Tensor) or not callable(getattr(scaler, "update", None)):
+        found = f"the class {scaler.__name__}" if isinstance(scaler, type) else type(scaler).__name__
         raise TypeError(
-            f"scaler: found {type(scaler).__name__}, expected DynamicScale, StaticScale, NoScale or an object "
+            f"scaler: found {found}, expected DynamicScale(), StaticScale(...), NoScale() or an object "
             "with a `scale` tensor and an `update(finite)`. torch.amp.GradScaler is stateful and does not fit: "
             "use DynamicScale(), which follows the same rule."
+        )
+    if scaler.scale.dtype != torch.float32:
+        raise TypeError(
+            f"scaler: found a scale of {scaler.scale.dtype}, expected float32. Cast it with .float(): "
+            "gradients carry it, and dtypes must not change from step to step."
         )
 
 
@@ -381,15 +393,19 @@ def _counter(value: int | Tensor, name: str, scale: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         if value.dtype != torch.int32:
             raise TypeError(f"{name}: found a {value.dtype} tensor, expected int32. Cast it with .int().")
+        if value.shape != scale.shape:
+            raise ValueError(f"{name}: found shape {tuple(value.shape)}, expected the scale's, {tuple(scale.shape)}.")
         return value
     _check(value, name, int, lambda x: True, "an int")
     return torch.full_like(scale, value, dtype=torch.int32)
 
 
 def _check(value: Any, name: str, kind: type, domain: Any, expected: str) -> None:
-    """Raises TypeError for the wrong kind of number, ValueError for one outside its domain."""
+    """Raises TypeError for the wrong kind of number, ValueError for one outside its domain or int32."""
     kinds = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"{name}: found {type(value).__name__} {value!r}, expected {kind.__name__}.")
     if not domain(value):
         raise ValueError(f"{name}: found {value!r}, expected {expected}.")
+    if kind is int and not -(2**31) <= value < 2**31:
+        raise ValueError(f"{name}: found {value!r}, expected an int below 2**31: the counters are int32.")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from functional_amp.accumulate import accumulate
-from functional_amp.backward import Backend, Loss, ScaledGrads, as_loss, check_backend, scale_backward
+from functional_amp.backward import Backend, Loss, ScaledGrads, as_loss, check_backend, check_loss_fn, scale_backward
 from functional_amp.clip import check_clip, clip
-from functional_amp.optim.base import Optimizer, init_with, matched, step_with
+from functional_amp.optim.base import Optimizer, check_optimizer, init_with, matched, step_with
 from functional_amp.random import seeded
 from functional_amp.scaler import DynamicScale, Scaler, check_finite, check_scaler, update_scale
 from functional_amp.transform import stage, transformed
@@ -27,6 +28,8 @@ from functional_amp.tree import (
     with_fields,
 )
 from functional_amp.unscale import unscale
+
+R = TypeVar("R")
 
 
 class Stepped(NamedTuple):
@@ -168,9 +171,10 @@ class Step:
 
         Raises:
             ValueError: for a window without micro-batches.
-            TypeError: for a tensor or a dict in place of a list of micro-batches.
+            TypeError: for a tensor, a dict or a NamedTuple in place of a list of micro-batches.
         """
-        if isinstance(micro_batches, (Tensor, Mapping, str)) or not isinstance(micro_batches, Iterable):
+        one = isinstance(micro_batches, (Tensor, Mapping, str, bytes)) or hasattr(micro_batches, "_fields")
+        if one or not isinstance(micro_batches, Iterable):
             raise TypeError(
                 f"micro_batches: found {type(micro_batches).__name__}, expected a list of micro-batches. "
                 "For a window of one write step(state, [micro_batch])."
@@ -242,7 +246,7 @@ def make_step(
         A `Step`. A window without weight is not applied; the scale then counts it as a clean one.
 
     Raises:
-        TypeError, ValueError: for bad hyperparameters, at once.
+        TypeError, ValueError: for a loss function or an optimizer that is none, bad hyperparameters, at once.
 
     >>> import torch
     >>> from functional_amp import StaticScale, sgd
@@ -253,6 +257,8 @@ def make_step(
     >>> state.params, metrics.loss
     (tensor([2.]), tensor(5.))
     """
+    check_loss_fn(loss_fn)
+    check_optimizer(optimizer)
     check_clip(max_norm, norm_type, clip_eps)
     check_backend(backend)
 
@@ -300,4 +306,19 @@ def make_step(
         loss = window.loss / torch.where(weight == 0, 1, weight)
         return next_state, Metrics(loss, norm, finite, state.scaler.scale, weight)
 
-    return Step(accumulate_window, update)
+    return Step(_on_state(accumulate_window), _on_state(update))
+
+
+def _on_state(function: Callable[..., R]) -> Callable[..., R]:
+    """Refuses anything but a `TrainState` before the function runs."""
+
+    @functools.wraps(function)
+    def wrapped(state: TrainState, *args: Any, **kwargs: Any) -> R:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"state: found {type(state).__name__}, expected the TrainState that init_state or the last step gave. "
+                "A step returns the pair (state, metrics)."
+            )
+        return function(state, *args, **kwargs)
+
+    return wrapped

@@ -275,13 +275,13 @@ def split(tree: PyTree, predicate: Callable[[str, Any], bool]) -> tuple[PyTree, 
 
     Args:
         tree: a pytree of tensors.
-        predicate: called with the path (`blocks.0.weight`) and the leaf.
+        predicate: called with the path (`blocks.0.weight`) and the leaf; not for None.
 
     Returns:
         The tree of the leaves where the predicate holds, and the tree of the others.
 
     Raises:
-        TypeError: for a leaf that is no tensor; the path is named.
+        TypeError: for a leaf that is no tensor (the path is named), a predicate that is no function.
 
     >>> import torch
     >>> params = {"head": torch.ones(1), "body": torch.zeros(1)}
@@ -289,8 +289,12 @@ def split(tree: PyTree, predicate: Callable[[str, Any], bool]) -> tuple[PyTree, 
     >>> trainable, frozen
     ({'head': tensor([1.]), 'body': None}, {'head': None, 'body': tensor([0.])})
     """
+    if not callable(predicate):
+        raise TypeError(f"predicate: found {_describe(predicate)}, expected a function `predicate(path, leaf)`.")
     flat = flatten_tensors(tree, "tree")
-    chosen = [bool(predicate(path, leaf)) for path, leaf in zip(paths(tree), flat.leaves, strict=True)]
+    chosen = [
+        leaf is not None and bool(predicate(path, leaf)) for path, leaf in zip(paths(tree), flat.leaves, strict=True)
+    ]
     return (
         flat.unflatten([leaf if keep else None for leaf, keep in zip(flat.leaves, chosen, strict=True)]),
         flat.unflatten([None if keep else leaf for leaf, keep in zip(flat.leaves, chosen, strict=True)]),
@@ -308,7 +312,7 @@ def merge(*trees: PyTree) -> PyTree:
     {'a': tensor([1.]), 'b': tensor([0.])}
     """
     if not trees:
-        raise ValueError("merge: found no trees, expected at least one.")
+        raise ValueError("merge: found no tree, expected at least one. Pass the trees that split gave.")
     flats = [flatten(tree) for tree in trees]
     for tree, flat in zip(trees[1:], flats[1:], strict=True):
         check_structure(tree, flat, trees[0], flats[0], "merge", "the first tree")

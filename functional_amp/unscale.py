@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_amp.backward import ScaledGrads, check_scaled, denominator
+from functional_amp.backward import ScaledGrads, check_plain, check_scaled, denominator
 from functional_amp.transform import stage
 from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like
 
@@ -40,6 +40,7 @@ def all_finite(grads: ScaledGrads | PyTree) -> Tensor:
     tensor(False)
     """
     if not isinstance(grads, ScaledGrads):
+        check_plain(grads, "grads")
         return torch.isfinite(largest(gradient_leaves(grads)))
     divisor = denominator(grads)
     return _finite(gradient_leaves(grads.tree), divisor)
@@ -95,10 +96,17 @@ def largest(leaves: Sequence[Tensor]) -> Tensor:
     if not leaves:
         return torch.zeros((), dtype=torch.float32)
     dtype, device = norm_dtype(leaves), leaves[0].device
-    bounds = [torch.aminmax(torch.view_as_real(leaf) if leaf.is_complex() else leaf) for leaf in leaves]
+    bounds = [torch.aminmax(_ordered(leaf)) for leaf in leaves]
     low = torch.stack([bound.min.to(device, dtype) for bound in bounds]).amin()
     high = torch.stack([bound.max.to(device, dtype) for bound in bounds]).amax()
     return torch.maximum(high, -low)
+
+
+def _ordered(leaf: Tensor) -> Tensor:
+    """As aminmax takes it: complex numbers as pairs, float8 widened."""
+    if leaf.is_complex():
+        return torch.view_as_real(leaf)
+    return leaf.float() if leaf.dtype.itemsize == 1 else leaf
 
 
 def norm_dtype(leaves: Sequence[Tensor]) -> torch.dtype:

@@ -88,8 +88,8 @@ def _adam(
     beta1, beta2 = betas
     check_unit_interval(beta1, "betas[0]")
     check_unit_interval(beta2, "betas[1]")
-    check_non_negative(eps, "eps")
-    check_non_negative(weight_decay, "weight_decay")
+    eps = check_non_negative(eps, "eps")
+    weight_decay = check_non_negative(weight_decay, "weight_decay")
 
     def rule(count: Tensor) -> LeafRule:
         # In double, as torch's Python floats are: 1 - 0.999**t in float32 keeps 10 of 24 bits at t = 1.

@@ -60,34 +60,56 @@ def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) 
     Raises:
         TypeError: for anything else, with the remedy.
     """
-    if isinstance(optimizer, (type, torch.optim.Optimizer)):
-        _refuse(optimizer)
-    step = getattr(optimizer, "step", None)
+    init, update, step = _functions(optimizer)
     if step is not None:
-        return step(grads, opt_state, params)
-    update: Any = getattr(optimizer, "update", None)
-    if update is None and isinstance(optimizer, tuple) and len(optimizer) == 2:
-        update = optimizer[1]
-    elif update is None and callable(optimizer):
+        return _pair(step(grads, opt_state, params), "step", "(params, opt_state)")
+    if update is None and init is None and callable(optimizer):
         update = optimizer
     if update is None:
         _refuse(optimizer)
-    updates, opt_state = update(grads, opt_state, params)
+    updates, opt_state = _pair(update(grads, opt_state, params), "update", "(updates, opt_state)")
     return apply_updates(params, updates), opt_state
 
 
 def init_with(optimizer: Any, params: PyTree) -> PyTree:
     """The first state, by the optimizer's `init`."""
-    init = getattr(optimizer, "init", None)
-    if init is None and isinstance(optimizer, tuple) and len(optimizer) == 2:
-        init = optimizer[0]
+    init, _, _ = _functions(optimizer)
     if init is None:
         _refuse(optimizer)
     return init(params)
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raises TypeError unless there is an update to call, by itself or with an `init`."""
+    _, update, step = _functions(optimizer)
+    if update is None and step is None and not callable(optimizer):
+        _refuse(optimizer)
+
+
+def _functions(optimizer: Any) -> tuple[Any, Any, Any]:
+    """The init, update and step of an optimizer or a pair; None for each that there is not."""
+    if isinstance(optimizer, (type, torch.optim.Optimizer)):
+        _refuse(optimizer)
+    if isinstance(optimizer, tuple) and len(optimizer) == 2 and all(map(callable, optimizer)):
+        return *optimizer, None
+    init = getattr(optimizer, "init", None)
+    # Others have an update or a step that is not meant: dicts, GradScaler, torch's schedulers.
+    if not callable(init):
+        return None, None, None
+    return init, getattr(optimizer, "update", None), getattr(optimizer, "step", None)
+
+
+def _pair(returned: Any, function: str, expected: str) -> tuple[PyTree, PyTree]:
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"optimizer: {function} returned {type(returned).__name__}, expected the pair {expected}. "
+            f"Write `return {expected[1:-1]}`, the state after the update included."
+        )
+    return returned
+
+
 def _refuse(optimizer: Any) -> NoReturn:
-    name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+    name = getattr(optimizer, "__name__", type(optimizer).__name__)
     raise TypeError(
         f"optimizer: found {name}, expected Optimizer(init, update) with "
         "update(grads, opt_state, params) -> (updates, opt_state). A torch.optim optimizer holds its state and "
@@ -104,7 +126,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
         updates: a pytree of the same structure; where it is None, the parameter is returned as it is.
 
     Returns:
-        The new parameters, of the dtypes of `params`.
+        The new parameters, of the dtypes of `params`. Integer and bool leaves stay as they are.
 
     Raises:
         ValueError, TypeError: if the structures or shapes differ; the path is named.
@@ -115,7 +137,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """
     flat, update_flat = matched(params, updates, "updates")
     leaves = [
-        leaf if update is None else (widened(leaf) + update).to(leaf.dtype)
+        leaf if update is None or not is_differentiable(leaf) else (widened(leaf) + update).to(leaf.dtype)
         for leaf, update in zip(flat.leaves, update_flat.leaves, strict=True)
     ]
     return flat.unflatten(leaves)
@@ -151,7 +173,7 @@ def nothing(params: PyTree) -> PyTree:
     return flat.unflatten([None] * len(flat.leaves))
 
 
-def per_leaf(state_type: Callable[..., Any], slots: Sequence[Callable[[PyTree], PyTree]], rule: RuleAt) -> Optimizer:
+def per_leaf(state_type: type[Any], slots: Sequence[Callable[[PyTree], PyTree]], rule: RuleAt) -> Optimizer:
     """An optimizer that treats each leaf by itself.
 
     Args:
@@ -160,18 +182,29 @@ def per_leaf(state_type: Callable[..., Any], slots: Sequence[Callable[[PyTree], 
         rule: `rule(count)` gives `leaf_rule(param, grad, *slots) -> (move, slots)`.
     """
 
+    def rule_at(opt_state: Any) -> LeafRule:
+        if not isinstance(opt_state, state_type):
+            raise TypeError(
+                f"opt_state: found {type(opt_state).__name__}, expected {state_type.__name__}. "
+                "Take it from the init of this optimizer, or from its last update."
+            )
+        count = opt_state[0]
+        if not isinstance(count, Tensor) or count.dim() != 0:
+            raise TypeError(f"opt_state.step: found {count!r}, expected a 0-dim int32 tensor. Write torch.tensor(...).")
+        return rule(count)
+
     def init(params: PyTree) -> Any:
         return state_type(zero_count(params), *(slot(params) for slot in slots))
 
     @stage
     def update(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, Any]:
-        flat, moves, new_slots = _moves(rule(opt_state[0]), grads, params, opt_state[1:])
+        flat, moves, new_slots = _moves(rule_at(opt_state), grads, params, opt_state, slots)
         updates = [None if m is None else _update(widened(p), m) for p, m in zip(flat.leaves, moves, strict=True)]
         return flat.unflatten(updates), state_type(opt_state[0] + 1, *new_slots)
 
     @stage
     def step(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, Any]:
-        flat, moves, new_slots = _moves(rule(opt_state[0]), grads, params, opt_state[1:])
+        flat, moves, new_slots = _moves(rule_at(opt_state), grads, params, opt_state, slots)
         leaves = [
             p if m is None else _moved(widened(p), m).to(p.dtype) for p, m in zip(flat.leaves, moves, strict=True)
         ]
@@ -181,19 +214,30 @@ def per_leaf(state_type: Callable[..., Any], slots: Sequence[Callable[[PyTree], 
 
 
 def _moves(
-    leaf_rule: LeafRule, grads: PyTree, params: PyTree, slots: tuple[PyTree, ...]
+    leaf_rule: LeafRule, grads: PyTree, params: PyTree, opt_state: Any, slots: Sequence[Callable[[PyTree], PyTree]]
 ) -> tuple[Flat, list[Move | None], list[PyTree]]:
     """What the update does to each leaf of the parameters, and the new slots."""
     flat, grad_flat = matched(params, grads, "grads")
-    slot_flats = [matched(params, slot, "opt_state", like_shapes=False)[1] for slot in slots]
+    names = [f"opt_state.{name}" for name in opt_state._fields[1:]]
+    slot_flats = [matched(params, tree, name)[1] for tree, name in zip(opt_state[1:], names, strict=True)]
     moves: list[Move | None] = []
     new_slots: list[list[Tensor | None]] = [[] for _ in slots]
-    for param, grad, *state in zip(flat.leaves, grad_flat.leaves, *(slot.leaves for slot in slot_flats), strict=True):
+    for index, (param, grad, *state) in enumerate(
+        zip(flat.leaves, grad_flat.leaves, *(slot.leaves for slot in slot_flats), strict=True)
+    ):
         if grad is None or param is None or not is_differentiable(param):
             moves.append(None)
             new_state = state
         else:
-            move, new_state = leaf_rule(widened(param), grad.to(accumulation_dtype(param.dtype)), *state)
+            dtype = accumulation_dtype(param.dtype)
+            for name, slot, leaf in zip(names, slots, state, strict=True):
+                found, expected = leaf if leaf is None else leaf.dtype, None if slot is nothing else dtype
+                if found != expected:
+                    raise TypeError(
+                        f"{name}: found {found} at {paths(params)[index]!r}, expected {expected}. "
+                        "Take the state from the init of this very optimizer, and do not cast it."
+                    )
+            move, new_state = leaf_rule(widened(param), grad.to(dtype), *state)
             moves.append(move)
         for slot, value in zip(new_slots, new_state, strict=True):
             slot.append(value)
@@ -213,17 +257,17 @@ def _update(param: Tensor, move: Move) -> Tensor:
     return update - move.decay * param if isinstance(move.decay, Tensor) or move.decay != 0 else update
 
 
-def matched(params: PyTree, tree: PyTree, what: str, *, like_shapes: bool = True) -> tuple[Flat, Flat]:
+def matched(params: PyTree, tree: PyTree, what: str) -> tuple[Flat, Flat]:
     """Both trees flattened, after checking that the second fits the parameters."""
     flat, other = flatten_tensors(params, "params"), flatten_tensors(tree, what)
     check_structure(tree, other, params, flat, what, "params")
     for index, (leaf, param) in enumerate(zip(other.leaves, flat.leaves, strict=True)):
-        if leaf is None or not like_shapes:
+        if leaf is None:
             continue
         if param is None:
             raise ValueError(f"{what}: found a tensor at {paths(params)[index]!r}, expected None as in params.")
         check_leaf(leaf, param, lambda index=index: paths(params)[index], what, "params", dtype=False)
-        if is_differentiable(param) and (not is_differentiable(leaf) or (leaf.is_complex() and not param.is_complex())):
+        if is_differentiable(param) != is_differentiable(leaf) or (leaf.is_complex() and not param.is_complex()):
             raise TypeError(
                 f"{what}: found {leaf.dtype} at {paths(params)[index]!r} for a parameter of {param.dtype}. "
                 "Cast it to the parameter's kind of number."

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 
-def check_non_negative(value: Any, name: str) -> None:
-    """Raises unless the value is a finite number >= 0."""
+def check_non_negative(value: Any, name: str) -> float:
+    """Raises unless the value is a finite number >= 0; gives it as a float."""
     _check_number(value, name)
-    if not 0 <= value < math.inf:
+    if not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name}: found {value!r}, expected a finite number >= 0.")
+    return float(value)
 
 
 def check_unit_interval(value: Any, name: str, *, closed: bool = False) -> None:

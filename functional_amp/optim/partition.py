@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
         tree of its leaves with None elsewhere.
 
     Raises:
-        TypeError: if `optimizers` is no mapping.
+        TypeError: if `optimizers` is no mapping to optimizers, or `label` no function.
         ValueError: for a label without an optimizer; the path is named.
 
     >>> import torch
@@ -42,14 +42,23 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
     """
     if not isinstance(optimizers, Mapping):
         raise TypeError(f"optimizers: found {type(optimizers).__name__}, expected a dict from labels to optimizers.")
+    for name, optimizer in optimizers.items():
+        functions = [getattr(optimizer, part, None) for part in ("init", "update")]
+        if optimizer is not None and not all(map(callable, functions)):
+            raise TypeError(
+                f"optimizers[{name!r}]: found {getattr(optimizer, '__name__', type(optimizer).__name__)}, expected "
+                "Optimizer(init, update), such as sgd(...), or None to freeze the leaves of this label."
+            )
+    if not callable(label):
+        raise TypeError(f"label: found {type(label).__name__}, expected a function `label(path, leaf)`.")
 
     def labels(params: PyTree) -> list[str | None]:
         found = [
             None if leaf is None else label(path, leaf)
             for path, leaf in zip(paths(params), flatten(params).leaves, strict=True)
         ]
-        for path, name in zip(paths(params), found, strict=True):
-            if name is not None and name not in optimizers:
+        for path, leaf, name in zip(paths(params), flatten(params).leaves, found, strict=True):
+            if leaf is not None and (not isinstance(name, Hashable) or name not in optimizers):
                 raise ValueError(
                     f"label: found {name!r} at {path!r}, expected one of {list(optimizers)}. "
                     "Add an optimizer for it, or None to freeze its leaves."
@@ -59,6 +68,14 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
     def part(tree: PyTree, names: list[str | None], wanted: str) -> PyTree:
         flat = flatten(tree)
         return flat.unflatten([leaf if name == wanted else None for leaf, name in zip(flat.leaves, names, strict=True)])
+
+    def check_state(opt_state: Any) -> None:
+        if not isinstance(opt_state, Mapping) or set(opt_state) != set(optimizers):
+            found = list(opt_state) if isinstance(opt_state, Mapping) else type(opt_state).__name__
+            raise ValueError(
+                f"opt_state: found {found}, expected a dict with the labels {list(optimizers)}. "
+                "Take it from the init of this optimizer, or from its last update."
+            )
 
     def init(params: PyTree) -> dict[str, Any]:
         names = labels(params)
@@ -70,6 +87,7 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
     @stage
     def update(grads: PyTree, opt_state: dict[str, Any], params: PyTree) -> tuple[PyTree, dict[str, Any]]:
         matched(params, grads, "grads")
+        check_state(opt_state)
         names = labels(params)
         updates, states = [nothing(params)], {}
         for name, optimizer in optimizers.items():
@@ -83,6 +101,7 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
     @stage
     def step(grads: PyTree, opt_state: dict[str, Any], params: PyTree) -> tuple[PyTree, dict[str, Any]]:
         matched(params, grads, "grads")
+        check_state(opt_state)
         names = labels(params)
         stepped, states = [], {}
         for name, optimizer in optimizers.items():

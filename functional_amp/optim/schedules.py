@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -22,7 +23,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.5)(torch.tensor(3))
     tensor(0.5000)
     """
-    _check_value(value, "value")
+    value = _check_value(value, "value")
     return lambda count: torch.full_like(count, value, dtype=torch.float32)
 
 
@@ -35,8 +36,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> linear(0.0, 1.0, 4)(torch.tensor(1))
     tensor(0.2500)
     """
-    _check_value(start, "start")
-    _check_value(end, "end")
+    start, end = _check_value(start, "start"), _check_value(end, "end")
     _check_steps(steps)
     return lambda count: start + (end - start) * _progress(count, steps)
 
@@ -52,8 +52,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     >>> cosine(1.0, 4)(torch.tensor(2))
     tensor(0.5000)
     """
-    _check_value(start, "start")
-    _check_value(end, "end")
+    start, end = _check_value(start, "start"), _check_value(end, "end")
     _check_steps(steps)
     return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _progress(count, steps))) / 2
 
@@ -65,11 +64,22 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         schedules: n schedules.
         boundaries: the n - 1 counts at which the next one takes over, ascending.
 
+    Raises:
+        TypeError, ValueError: for anything else.
+
     >>> import torch
     >>> warmup_then_hold = join([linear(0.0, 1.0, 2), constant(1.0)], [2])
     >>> warmup_then_hold(torch.tensor(1)), warmup_then_hold(torch.tensor(9))
     (tensor(0.5000), tensor(1.))
     """
+    for values, name in ((schedules, "schedules"), (boundaries, "boundaries")):
+        if not isinstance(values, (list, tuple)):
+            raise TypeError(f"{name}: found {type(values).__name__}, expected a list.")
+    for each in schedules:
+        if not callable(each):
+            raise TypeError(f"schedules: found {each!r}, expected functions of the count, such as constant(...).")
+    for boundary in boundaries:
+        _check_steps(boundary, "boundaries")
     if not schedules or len(boundaries) != len(schedules) - 1:
         raise ValueError(
             f"boundaries: found {len(boundaries)} for {len(schedules)} schedules, expected one fewer than schedules."
@@ -93,8 +103,9 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
     >>> warmup_cosine(1.0, 10, 100)(torch.tensor(10))
     tensor(1.)
     """
-    _check_steps(warmup_steps)
-    if not (isinstance(steps, int) and steps > warmup_steps):
+    _check_steps(warmup_steps, "warmup_steps")
+    _check_steps(steps)
+    if steps <= warmup_steps:
         raise ValueError(f"steps: found {steps!r}, expected an int above warmup_steps={warmup_steps}.")
     return join([linear(0.0, peak, warmup_steps), cosine(peak, steps - warmup_steps, end)], [warmup_steps])
 
@@ -102,11 +113,13 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
 def check_learning_rate(lr: LearningRate) -> None:
     """Raises unless `lr` is a finite number >= 0, a 0-dim float tensor or a function of the count."""
     if isinstance(lr, Tensor):
-        if lr.dim() != 0 or not lr.is_floating_point():
-            raise ValueError(
-                f"lr: found a {lr.dtype} tensor of shape {tuple(lr.shape)}, expected a 0-dim floating-point tensor."
-            )
+        _check_rate(lr, "found")
     elif not callable(lr):
+        if isinstance(lr, bool) or not isinstance(lr, (int, float)):
+            raise TypeError(
+                f"lr: found {type(lr).__name__}, expected a number, a 0-dim tensor or a function of the number of "
+                "applied updates. A scheduler of torch.optim is none: use linear, cosine or warmup_cosine."
+            )
         _check_value(lr, "lr")
         if lr < 0:
             raise ValueError(f"lr: found {lr!r}, expected a number >= 0.")
@@ -114,24 +127,38 @@ def check_learning_rate(lr: LearningRate) -> None:
 
 def learning_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
     """The rate of the next update, after `count` applied ones."""
-    if isinstance(lr, Tensor) or not callable(lr):
+    if isinstance(lr, Tensor):
         return lr
-    return lr(count)
+    if not callable(lr):
+        return float(lr)
+    rate = lr(count)
+    if not isinstance(rate, Tensor):
+        return _check_value(rate, "lr: the schedule's value")
+    _check_rate(rate, "the schedule returned")
+    return rate
+
+
+def _check_rate(rate: Tensor, found: str) -> None:
+    if not rate.is_floating_point():
+        raise TypeError(f"lr: {found} a {rate.dtype} tensor, expected a floating-point one. Cast it with .float().")
+    if rate.dim() != 0:
+        raise ValueError(f"lr: {found} a tensor of shape {tuple(rate.shape)}, expected a 0-dim one.")
 
 
 def _progress(count: Tensor, steps: int) -> Tensor:
     return (count.to(torch.float32) / steps).clamp(0.0, 1.0)
 
 
-def _check_value(value: object, name: str) -> None:
+def _check_value(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: found {type(value).__name__} {value!r}, expected a number.")
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name}: found {value!r}, expected a finite number.")
+    return float(value)
 
 
-def _check_steps(steps: object) -> None:
+def _check_steps(steps: object, name: str = "steps") -> None:
     if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"steps: found {type(steps).__name__} {steps!r}, expected an int.")
-    if steps < 1:
-        raise ValueError(f"steps: found {steps!r}, expected at least 1.")
+        raise TypeError(f"{name}: found {type(steps).__name__} {steps!r}, expected an int.")
+    if not 1 <= steps < 2**31:
+        raise ValueError(f"{name}: found {steps!r}, expected from 1 to 2**31 - 1: updates are counted in int32.")

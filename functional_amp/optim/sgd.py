@@ -56,7 +56,9 @@ def sgd(
     check_learning_rate(lr)
     check_unit_interval(momentum, "momentum")
     check_unit_interval(dampening, "dampening", closed=True)
-    check_non_negative(weight_decay, "weight_decay")
+    weight_decay = check_non_negative(weight_decay, "weight_decay")
+    if not isinstance(nesterov, bool):
+        raise TypeError(f"nesterov: found {type(nesterov).__name__} {nesterov!r}, expected True or False.")
     if nesterov and (momentum == 0 or dampening != 0):
         raise ValueError("nesterov: found True, expected momentum above 0 and dampening 0 with it.")
 

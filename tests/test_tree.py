@@ -1,0 +1,232 @@
+"""select, split, merge and register: laws over random trees, and errors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as torch_pytree
+
+import functional_amp as fa
+from tests import strategies as own
+
+TRUE, FALSE = torch.tensor(True), torch.tensor(False)
+
+
+ANY = own.layouts(rest=own.REST, gradients=False)
+
+
+def pairs() -> st.SearchStrategy[tuple[Any, Any]]:
+    """Two trees of the same layout."""
+    return ANY.flatmap(lambda layout: st.tuples(own.filled(layout), own.filled(layout)))
+
+
+# select
+
+
+@given(trees=pairs())
+def test_select_takes_the_new_tree_where_true_and_the_old_where_false(trees: tuple[Any, Any]):
+    new, old = trees
+    assert own.same_bits(fa.select(TRUE, new, old), new)
+    assert own.same_bits(fa.select(FALSE, new, old), old)
+
+
+@given(trees=pairs(), condition=st.booleans())
+def test_select_leaks_nothing_from_the_side_not_taken(trees: tuple[Any, Any], condition: bool):
+    taken, other = trees
+    poison = own.mapped(lambda leaf: leaf * math.nan if leaf.is_floating_point() else leaf, other)
+    new, old = (taken, poison) if condition else (poison, taken)
+    assert own.same_bits(fa.select(torch.tensor(condition), new, old), taken)
+
+
+@given(trees=pairs(), condition=st.booleans())
+def test_select_writes_to_neither_tree_and_shares_no_storage(trees: tuple[Any, Any], condition: bool):
+    new, old = trees
+    selected = fa.select(torch.tensor(condition), new, old)
+    given_storages = {leaf.data_ptr() for tree in trees for leaf in own.leaves_of(tree) if leaf is not None}
+    for leaf in own.leaves_of(selected):
+        assert leaf is None or not leaf.numel() or leaf.data_ptr() not in given_storages
+    assert all(leaf is None or leaf._version == 0 for tree in trees for leaf in own.leaves_of(tree))
+
+
+def test_select_returns_a_leaf_that_stands_in_both_trees_as_it_is():
+    leaf = torch.ones(2)
+    assert fa.select(TRUE, [leaf], [leaf])[0] is leaf
+
+
+def test_select_pairs_leaves_by_key_not_by_order():
+    new = {"b": torch.tensor(2.0), "a": torch.tensor(1.0)}
+    old = {"a": torch.tensor(-1.0), "b": torch.tensor(-2.0)}
+    assert {name: leaf.item() for name, leaf in fa.select(TRUE, new, old).items()} == {"a": 1.0, "b": 2.0}
+    assert {name: leaf.item() for name, leaf in fa.select(FALSE, new, old).items()} == {"a": -1.0, "b": -2.0}
+
+
+def test_select_chooses_per_member_under_vmap():
+    flags = torch.tensor([True, False, True])
+    new, old = {"w": torch.arange(6.0).view(3, 2)}, {"w": -torch.arange(6.0).view(3, 2)}
+    selected = torch.func.vmap(fa.select)(flags, new, old)
+    assert torch.equal(selected["w"], torch.stack([new["w"][0], old["w"][1], new["w"][2]]))
+
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+SELECT_ERRORS: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "missing leaf": ({"a": ONE}, {"a": ONE, "b": ONE}, ValueError, r"missing \['b'\]"),
+    "extra leaf": ({"a": ONE, "b": [ONE]}, {"a": ONE}, ValueError, r"extra \['b\.0'\]"),
+    "list for tuple": ([ONE], (ONE,), ValueError, "expected"),
+    "shape": ({"a": [ONE, TWO]}, {"a": [ONE, ONE]}, ValueError, r"shape \(2,\) at 'a\.1', expected \(1,\)"),
+    "dtype": ([ONE], [ONE.half()], TypeError, r"found torch\.float32 at '0', expected torch\.float16"),
+    "bare leaf": (TWO, ONE, ValueError, "'<root>'"),
+    "number": ({"step": 2}, {"step": 1}, TypeError, "found int 2 at 'step'"),
+    "tensor for None": ({"a": ONE}, {"a": None}, TypeError, "found Tensor at 'a' where NoneType"),
+    "None for tensor": ({"a": None}, {"a": ONE}, TypeError, "found NoneType at 'a' where Tensor"),
+}
+
+
+@pytest.mark.parametrize("case", SELECT_ERRORS)
+def test_select_refuses_trees_that_differ_and_names_the_path(case: str):
+    new, old, error, message = SELECT_ERRORS[case]
+    with pytest.raises(error, match=message) as raised:
+        fa.select(TRUE, new, old, "opt_state")
+    assert str(raised.value).startswith("opt_state: ")
+
+
+# split and merge
+
+
+@given(tree=ANY.flatmap(own.filled), chance=st.randoms(use_true_random=False))
+def test_merge_puts_together_what_split_took_apart(tree: Any, chance: Any):
+    chosen, rest = fa.split(tree, lambda path, leaf: chance.random() < 0.5)
+    leaves = own.leaves_of(tree)
+    for merged in (fa.merge(chosen, rest), fa.merge(rest, chosen)):
+        assert optree.tree_structure(merged, none_is_leaf=True) == optree.tree_structure(tree, none_is_leaf=True)
+        assert all(a is b for a, b in zip(own.leaves_of(merged), leaves, strict=True))
+
+
+@given(tree=ANY.flatmap(own.filled))
+def test_split_gives_each_leaf_to_one_side_by_the_predicate(tree: Any):
+    matrices, rest = fa.split(tree, lambda path, leaf: leaf.ndim == 2)
+    for leaf, matrix, other in zip(own.leaves_of(tree), own.leaves_of(matrices), own.leaves_of(rest), strict=True):
+        chosen = leaf is not None and leaf.ndim == 2
+        assert matrix is (leaf if chosen else None)
+        assert other is (None if chosen else leaf)
+
+
+def test_split_names_paths_through_every_container():
+    tree = {"blocks": [{"w": ONE}, (TWO, ONE)], "head": plane()}
+    paths: list[str] = []
+    fa.split(tree, lambda path, leaf: paths.append(path) is None)
+    assert paths == ["blocks.0.w", "blocks.1.0", "blocks.1.1", "head.normal", "head.offset.far", "head.offset.near"]
+
+
+def test_a_split_tree_differentiates_the_chosen_leaves_alone():
+    params = {"body": torch.tensor(2.0), "head": torch.tensor(3.0)}
+    trainable, frozen = fa.split(params, lambda path, leaf: path == "head")
+
+    def loss_fn(trainable: Any) -> Tensor:
+        merged = fa.merge(trainable, frozen)
+        return merged["body"] * merged["head"]
+
+    grads = fa.scale_backward(loss_fn, fa.NoScale(), trainable).grads.tree
+    assert grads["body"] is None
+    assert grads["head"].item() == 2.0
+
+
+def test_merge_takes_the_first_leaf_that_is_there():
+    first, second, third = {"a": None, "b": ONE}, {"a": TWO, "b": TWO}, {"a": ONE, "b": None}
+    merged = fa.merge(first, second, third)
+    assert merged["a"] is TWO
+    assert merged["b"] is ONE
+
+
+def test_merge_refuses_trees_of_other_structure_and_names_the_paths():
+    with pytest.raises(ValueError, match=r"^merge: .*missing \['b'\]; extra \['c'\]"):
+        fa.merge({"a": ONE, "b": None}, {"a": None, "c": ONE})
+
+
+# register
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A node with static fields between its children, and a check that placeholders would fail."""
+
+    normal: Any
+    name: str = "unnamed"
+    offset: Any = None
+    order: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.normal, Tensor):
+            raise TypeError("normal")
+
+
+fa.register(Plane, ("normal", "offset"), ("name", "order"))
+
+
+def plane() -> Any:
+    return Plane(torch.ones(2), "ground", {"far": torch.zeros(1), "near": torch.ones(1)}, 3)
+
+
+def test_register_returns_the_class():
+    @dataclass(frozen=True)
+    class Point:
+        x: Any
+
+    assert fa.register(Point, ("x",)) is Point
+
+
+def test_a_registered_node_keeps_its_static_fields_in_both_libraries():
+    for mapped in (optree.tree_map(torch.neg, plane()), torch_pytree.tree_map(torch.neg, plane())):
+        assert type(mapped) is Plane
+        assert (mapped.name, mapped.order) == ("ground", 3)
+        assert own.same_bits(mapped.normal, -torch.ones(2))
+        assert own.same_bits(mapped.offset, {"far": -torch.zeros(1), "near": -torch.ones(1)})
+
+
+def test_both_libraries_flatten_a_registered_node_to_the_same_leaves():
+    node = plane()
+    ours, theirs = optree.tree_leaves(node), torch_pytree.tree_leaves(node)
+    assert [id(leaf) for leaf in ours] == [id(leaf) for leaf in theirs]
+    assert [id(leaf) for leaf in ours] == [id(node.normal), id(node.offset["far"]), id(node.offset["near"])]
+
+
+def test_placeholders_may_stand_at_the_children():
+    leaves, spec = optree.tree_flatten(plane())
+    assert optree.tree_unflatten(spec, [None] * len(leaves)).name == "ground"
+    leaves, spec = torch_pytree.tree_flatten(plane())
+    assert torch_pytree.tree_unflatten([object()] * len(leaves), spec).name == "ground"
+
+
+def test_static_fields_belong_to_the_structure():
+    node, other = plane(), Plane(torch.ones(2), "ceiling", plane().offset, 3)
+    assert optree.tree_structure(node) != optree.tree_structure(other)  # pyright: ignore[reportArgumentType]
+    assert torch_pytree.tree_structure(node) != torch_pytree.tree_structure(other)
+    with pytest.raises(ValueError, match=r"^select: .*structure"):
+        fa.select(TRUE, node, other)
+
+
+def test_paths_read_as_attributes_in_both_libraries():
+    assert optree.tree_paths(plane()) == [("normal",), ("offset", "far"), ("offset", "near")]
+    keys = [torch_pytree.keystr(path) for path, _ in torch_pytree.tree_flatten_with_path(plane())[0]]
+    assert keys == [".normal", ".offset['far']", ".offset['near']"]
+
+
+def test_a_registered_node_goes_through_vmap_and_grad():
+    scaled = torch.func.vmap(lambda node: fa.select(TRUE, node, node).normal * 2)
+    node = Plane(torch.ones(3, 2), "ground", torch.zeros(3))
+    assert torch.equal(scaled(node), torch.full((3, 2), 2.0))
+    grads = torch.func.grad(lambda node: (node.normal * 3).sum())(Plane(torch.ones(2), "ground", torch.zeros(1)))
+    assert grads.name == "ground"
+    assert grads.normal.tolist() == [3.0, 3.0]
+
+
+def test_registering_a_class_twice_is_an_error():
+    with pytest.raises(ValueError, match="Plane"):
+        fa.register(Plane, ("normal", "offset"), ("name", "order"))
