@@ -13,6 +13,7 @@ from torch import Tensor
 from functional_amp.scaler import FLOAT32_MAX, FLOAT32_TINY, Scaler, check_scaler, scale_tensor
 from functional_amp.transform import stage
 from functional_amp.tree import (
+    Flat,
     PyTree,
     accumulation_dtype,
     flatten,
@@ -196,10 +197,15 @@ def scale_backward(
     spec, is_tensor, leaves, has_buffers = structure
     handed_out = iter(tensors)
     leaves = [next(handed_out) if held else leaf for leaf, held in zip(leaves, is_tensor, strict=True)]
-    loss_weight, aux, buffers = cast(tuple[Any, Any, Any], optree.tree_unflatten(spec, leaves))
+    loss_weight, aux, buffers = cast(tuple[Any, Any, Any], Flat([], spec).unflatten(leaves))
 
     tree: list[Tensor | None] = [None] * len(flat.leaves)
     for index, grad in zip(wanted, grads, strict=True):
+        if grad.layout != torch.strided:
+            raise TypeError(
+                f"loss_fn: found a sparse gradient ({grad.layout}) at {paths(params)[index]!r}, expected a strided "
+                "one. Use Embedding(sparse=False), or call .to_dense() in the loss function."
+            )
         tree[index] = _weighted(grad, loss_weight)
     scaled = new(
         ScaledGrads, tree=flat.unflatten(tree), scale=scaler.scale, weight=weight_tensor(loss_weight, scaler.scale)
@@ -335,7 +341,8 @@ def check_plain(tree: Any, what: str) -> None:
     def is_scaled(node: Any) -> bool:
         return isinstance(node, ScaledGrads)
 
-    nodes = optree.tree_leaves(tree, is_leaf=is_scaled, none_is_leaf=True)
+    nodes: list[Any] = []
+    optree.tree_map(nodes.append, tree, is_leaf=is_scaled, none_is_leaf=True)
     for index, node in enumerate(nodes):
         if is_scaled(node):
             path = path_name(optree.tree_paths(tree, is_leaf=is_scaled, none_is_leaf=True)[index])

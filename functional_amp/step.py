@@ -219,8 +219,9 @@ def init_state(
     if not transformed():
         params = map_tensors(lambda leaf: leaf.detach(), params)
         buffers = map_tensors(lambda leaf: leaf.detach(), buffers)
-    zero = torch.zeros_like(scaler.scale, dtype=torch.int32)
-    return TrainState(params, init_with(optimizer, params), scaler, buffers, None, zero, zero, zero)
+    # One tensor each: torch.compile guards on two inputs being the same object, and they never are again.
+    counters = [torch.zeros_like(scaler.scale, dtype=torch.int32) for _ in range(3)]
+    return TrainState(params, init_with(optimizer, params), scaler, buffers, None, *counters)
 
 
 def make_step(

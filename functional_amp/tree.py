@@ -7,7 +7,7 @@ a missing gradient stands at the place of its parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 import optree
@@ -103,18 +103,53 @@ class Flat(NamedTuple):
     spec: optree.PyTreeSpec
 
     def unflatten(self, leaves: Iterable[Any]) -> PyTree:
-        return optree.tree_unflatten(self.spec, leaves)
+        if not torch.compiler.is_compiling():
+            return optree.tree_unflatten(self.spec, leaves)
+        boxed = optree.tree_unflatten(self.spec, [_Box(leaf) for leaf in leaves])
+        return optree.tree_map(_unboxed, boxed, is_leaf=_is_empty, none_is_leaf=True)
 
 
 def flatten(tree: PyTree) -> Flat:
     """Flattens in optree's order, None being a leaf."""
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    return Flat(leaves, spec)
+    if not torch.compiler.is_compiling():
+        return Flat(*optree.tree_flatten(tree, none_is_leaf=True))
+    boxes, spec = optree.tree_flatten(_boxed(tree), none_is_leaf=True)
+    return Flat([_unboxed(box) for box in boxes], spec)
 
 
 def paths(tree: PyTree) -> list[str]:
     """The path of each leaf, as `blocks.0.weight`; a bare leaf is `<root>`."""
+    tree = _boxed(tree) if torch.compiler.is_compiling() else tree
     return [path_name(path) for path in optree.tree_paths(tree, none_is_leaf=True)]
+
+
+class _Box:
+    """A leaf that dynamo takes for no constant: it can neither flatten nor build a dict of constants."""
+
+    def __init__(self, leaf: Any):
+        self.leaf = leaf
+
+
+@dataclass(frozen=True, eq=False)
+class _Empty:
+    """In place of an empty dict, which is a constant as well."""
+
+
+register(_Empty, ())
+
+
+def _boxed(tree: PyTree) -> PyTree:
+    return optree.tree_map(
+        lambda leaf: _Empty() if _is_empty(leaf) else _Box(leaf), tree, is_leaf=_is_empty, none_is_leaf=True
+    )
+
+
+def _unboxed(node: Any) -> Any:
+    return {} if isinstance(node, _Empty) else node.leaf
+
+
+def _is_empty(node: Any) -> bool:
+    return isinstance(node, _Empty) or (type(node) is dict and not node)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
