@@ -283,7 +283,7 @@ def _autograd_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tup
             "backend='autograd' records nothing inside torch.inference_mode(), and every gradient would be zero. "
             "Leave the inference mode, or use backend='func', which works in it."
         )
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    leaves = [(leaf.clone() if leaf.is_inference() else leaf.detach()).requires_grad_() for leaf in leaves]
     with torch.enable_grad():
         scaled, (value, tensors) = scaled_loss(leaves)
     if scaled.requires_grad:

@@ -105,7 +105,7 @@ def largest(leaves: Sequence[Tensor]) -> Tensor:
 def _ordered(leaf: Tensor) -> Tensor:
     """As aminmax takes it: complex numbers as pairs, float8 widened."""
     if leaf.is_complex():
-        return torch.view_as_real(leaf)
+        return torch.view_as_real(leaf.resolve_conj())
     return leaf.float() if leaf.dtype.itemsize == 1 else leaf
 
 

@@ -79,7 +79,7 @@ def check_ensemble(
     """An ensemble against its members' own runs; `windows[w][k][m]`: micro-batch k of member m overflows."""
     step = fa.make_step(problem.loss_fn, optimizer, max_norm=max_norm)
     separate = members_states(problem, optimizer)
-    ensemble = stack(separate)
+    ensemble, skips = stack(separate), [0] * MEMBERS
     for number, pattern in enumerate(windows):
         window = [micro_batch(problem, 10 * number + k, overflows) for k, overflows in enumerate(pattern)]
         before = ensemble
@@ -93,6 +93,8 @@ def check_ensemble(
 
             skipped, was = any(overflows[index] for overflows in pattern), member(before, index)
             assert bool(metrics.finite[index]) is not skipped
+            skips[index] += skipped
+            assert (ours.skipped.item(), ours.applied.item()) == (skips[index], number + 1 - skips[index])
             kept = [torch.equal(ours.params[name], was.params[name]) for name in was.params]
             assert all(kept) if skipped else not all(kept)
             if skipped:

@@ -107,7 +107,7 @@ def _adam(
             if weight_decay and not decoupled:
                 grad = torch.add(grad, param, alpha=weight_decay)
             if param.is_complex():
-                grad, m, v = torch.view_as_real(grad), torch.view_as_real(m), torch.view_as_real(v)
+                grad, m, v = (torch.view_as_real(z.resolve_conj()) for z in (grad, m, v))
             m = torch.lerp(m, grad, 1 - beta1)
             v = torch.addcmul(v * beta2, grad, grad, value=1 - beta2)
             direction = scalar(-step_size) * m / (_sqrt(v) / scalar(correction) + eps)
