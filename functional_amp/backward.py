@@ -283,7 +283,7 @@ def _autograd_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tup
             "backend='autograd' records nothing inside torch.inference_mode(), and every gradient would be zero. "
             "Leave the inference mode, or use backend='func', which works in it."
         )
-    leaves = [(leaf.clone() if leaf.is_inference() else leaf.detach()).requires_grad_() for leaf in leaves]
+    leaves = [_recordable(leaf).requires_grad_() for leaf in leaves]
     with torch.enable_grad():
         scaled, (value, tensors) = scaled_loss(leaves)
     if scaled.requires_grad:
@@ -291,6 +291,13 @@ def _autograd_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tup
     else:  # a loss that ignores every parameter: zeros, as torch.func gives
         grads = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
     return grads, (value.detach(), [tensor.detach() for tensor in tensors])
+
+
+def _recordable(leaf: Tensor) -> Tensor:
+    """A leaf without history that the engine can record on; tensors of an inference mode must be copied."""
+    if not torch.compiler.is_compiling() and leaf.is_inference():
+        return leaf.clone()
+    return leaf.detach()
 
 
 def _weighted(grad: Tensor, weight: float | Tensor) -> Tensor:

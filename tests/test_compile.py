@@ -143,17 +143,17 @@ PRECISIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("name", "form", "backend"),
+    ("precision", "name", "form", "backend"),
     [
-        ("mlp", "halves", "func"),
-        ("mlp", "whole", "autograd"),
-        pytest.param("conv_net", "halves", "autograd", marks=pytest.mark.slow),
-        pytest.param("transformer", "halves", "func", marks=pytest.mark.slow),
+        ("policy", "mlp", "halves", "func"),
+        ("autocast", "mlp", "whole", "autograd"),
+        pytest.param("autocast", "conv_net", "halves", "autograd", marks=pytest.mark.slow),
+        pytest.param("autocast", "transformer", "halves", "func", marks=pytest.mark.slow),
+        pytest.param("policy", "transformer", "whole", "autograd", marks=pytest.mark.slow),
     ],
 )
-def test_precision_transforms_compile_to_the_values_of_eager_mode(name: str, form: str, backend: Any, precision: str):
+def test_precision_transforms_compile_to_the_values_of_eager_mode(precision: str, name: str, form: str, backend: Any):
     problem, optimizer = PROBLEMS[name](), fa.sgd(0.5)
     loss_fn = PRECISIONS[precision](problem.loss_fn)
     step = fa.make_step(loss_fn, optimizer, backend=backend)
