@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.scaler import FLOAT32_MAX, FLOAT32_TINY, Scaler, check_scaler, scale_tensor
-from functional_amp.transform import stage
+from functional_amp.transform import finite_cotangents, stage
 from functional_amp.tree import (
     Flat,
     PyTree,
@@ -172,6 +172,7 @@ def scale_backward(
         )
 
     structure: list[Any] = []
+    batch, scale = finite_cotangents((batch, scaler.scale))
 
     def scaled_loss(leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         every = list(flat.leaves)
@@ -189,10 +190,10 @@ def scale_backward(
             [None if held else leaf for leaf, held in zip(out.leaves, is_tensor, strict=True)],
             loss.buffers is not None,
         ]
-        return value * like(scaler.scale, value), (value, [leaf for leaf in out.leaves if isinstance(leaf, Tensor)])
+        return value * like(scale, value), (value, [leaf for leaf in out.leaves if isinstance(leaf, Tensor)])
 
     differentiate = _func_grad if backend == "func" else _autograd_grad
-    grads, (value, tensors) = differentiate(scaled_loss, [flat.leaves[index] for index in wanted])
+    grads, (value, tensors) = differentiate(scaled_loss, finite_cotangents([flat.leaves[index] for index in wanted]))
 
     spec, is_tensor, leaves, has_buffers = structure
     handed_out = iter(tensors)

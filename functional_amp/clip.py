@@ -12,7 +12,15 @@ from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_plain, denominator
 from functional_amp.transform import stage
-from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like, with_fields
+from functional_amp.tree import (
+    PyTree,
+    accumulation_dtype,
+    flatten_tensors,
+    is_differentiable,
+    like,
+    scalar_dtype,
+    with_fields,
+)
 from functional_amp.unscale import gradient_leaves, largest, norm_dtype
 
 
@@ -31,7 +39,7 @@ class _Norm(NamedTuple):
     finite: Tensor
 
     def value(self) -> Tensor:
-        return self.mantissa * self.unit
+        return (self.mantissa * self.unit).to(self.mantissa.dtype)
 
 
 @stage
@@ -102,8 +110,8 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
         norm = _scaled_norm(grads, norm_type)
         if max_norm is None:
             return Clipped(grads, norm.value())
-        scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale).to(torch.float32)
-        return Clipped(with_fields(grads, scale=scale), norm.value())
+        scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale)
+        return Clipped(with_fields(grads, scale=scale.to(torch.float32)), norm.value())
 
     check_plain(grads, "grads")
     flat = flatten_tensors(grads, "grads")
@@ -117,7 +125,9 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
 
 def _scaled_norm(grads: ScaledGrads, norm_type: float) -> _Norm:
     norm = _norm(gradient_leaves(grads.tree), norm_type)
-    return norm._replace(unit=norm.unit / like(denominator(grads), norm.unit))
+    # In double: 2**-90 / 2**60 is no float32.
+    wide = scalar_dtype(norm.unit.device)
+    return norm._replace(unit=norm.unit.to(wide) / like(denominator(grads), norm.unit).to(wide))
 
 
 def _norm(leaves: Sequence[Tensor], norm_type: float) -> _Norm:
@@ -130,7 +140,8 @@ def _norm(leaves: Sequence[Tensor], norm_type: float) -> _Norm:
     dtype = norm_dtype(leaves)
     norms = []
     for leaf in leaves:
-        wide = leaf.to(accumulation_dtype(leaf.dtype))
+        # In the dtype of the norm: beside a float64 leaf the square of a float32 1e20 must not overflow.
+        wide = leaf.to(torch.promote_types(accumulation_dtype(leaf.dtype), dtype))
         if norm_type != math.inf:
             wide = wide / like(unit, wide).to(wide.real.dtype)
         norms.append(torch.linalg.vector_norm(wide, norm_type).to(peak.device, dtype))
@@ -146,7 +157,7 @@ def _unit(peak: Tensor, norm_type: float) -> Tensor:
     one = torch.ones_like(peak)
     if norm_type == math.inf:
         return one
-    if norm_type > 2:
+    if norm_type not in (1, 2):
         return torch.where(peak > 0, peak, one)
     small, large = (2.0**-400, 2.0**400) if peak.dtype == torch.float64 else (2.0**-45, 2.0**40)
     down, up = (2.0**-600, 2.0**600) if peak.dtype == torch.float64 else (2.0**-90, 2.0**100)

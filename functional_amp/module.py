@@ -50,14 +50,15 @@ class Apply:
             TypeError: for a value that is no tensor.
         """
         given = self._copies(self.buffers)
-        versions = {name: b._version for name, b in given.items()}
+        versions = {} if torch.compiler.is_compiling() else {name: b._version for name, b in given.items()}
         output, after = self._run(params, given, args, kwargs)
-        if torch.compiler.is_compiling():  # no version counters in a graph: look for the usual writers
-            written = _running_statistics(self.template)
-        else:
-            written = [n for n, b in given.items() if after[n] is not b or b._version != versions[n]]
-            # The kernel of BatchNorm counts no version: the count of batches beside its statistics tells.
-            written = [n for n in given if n in written or (written and n in _running_statistics(self.template))]
+        compiling = torch.compiler.is_compiling()
+        written = {name for name, b in given.items() if after[name] is not b}
+        if not compiling:  # there are no version counters in a graph
+            written |= {name for name, b in given.items() if b._version != versions[name]}
+        # BatchNorm's kernel moves no version counter: its count of batches tells, where there is one to read.
+        written |= set(_running_statistics(self.template, counted=compiling or bool(written)))
+        written = [name for name in given if name in written]
         if written:
             raise RuntimeError(
                 f"apply: the module wrote to its buffers {written}, and this form does not return them. "
@@ -203,12 +204,13 @@ def _attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _running_statistics(module: nn.Module) -> list[str]:
-    """The buffers that normalization layers in train mode write to."""
+def _running_statistics(module: nn.Module, *, counted: bool) -> list[str]:
+    """The buffers that normalization layers in train mode write to; without those that count batches, unless asked."""
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, layer in module.named_modules()
         if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.training and layer.track_running_stats
+        if counted or layer.num_batches_tracked is None
         for name in layer._buffers
     ]
 

@@ -63,8 +63,8 @@ class Policy:
     def parse(cls, text: str) -> Policy:
         """Reads `params=float32,compute=float16,output=float32`, `p=f32,c=f16,o=f32` or one dtype for all.
 
-        Dtypes: float32 (f32, full), float16 (f16, half), bfloat16 (bf16), float64 (f64). A part that is
-        left out is float32, but the output follows `compute` as it does in jmp's short form.
+        Dtypes: float32 (f32, full), float16 (f16, half), bfloat16 (bf16), float64 (f64). Of the parts that
+        are left out, params are float32, compute follows params and output follows compute, as in jmp.
 
         Raises:
             ValueError: for anything else, with the words it knows.
@@ -88,7 +88,9 @@ class Policy:
             if field in fields:
                 raise ValueError(f"policy: found {key.strip()!r} twice in {text!r}, expected each part once.")
             fields[field] = _dtype(value)
-        return cls(**fields)
+        params = fields.get("param_dtype", torch.float32)
+        compute = fields.get("compute_dtype", params)
+        return cls(params, compute, fields.get("output_dtype", compute))
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """The tree with its float leaves in `param_dtype`."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
+import optree
 import torch
+from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 P = ParamSpec("P")
@@ -30,6 +32,57 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
         if transformed():
             return function(*args, **kwargs)
         with torch.no_grad():
-            return function(*args, **kwargs)
+            return _detached(function(*args, **kwargs))
 
     return wrapped
+
+
+def _detached(output: R) -> R:
+    """The output without history: a tensor that is returned unchanged may have one of its own."""
+    leaves, spec = optree.tree_flatten(cast(Any, output), none_is_leaf=True)
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return output
+    return cast(R, optree.tree_unflatten(spec, [x.detach() if isinstance(x, Tensor) else x for x in leaves]))
+
+
+class _FiniteCotangent(torch.autograd.Function):
+    """The identity, through which neither inf nor NaN flows back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:
+        (cotangent,) = grad_outputs
+        return torch.where(torch.isfinite(cotangent), cotangent, 0)
+
+
+class _FiniteTangent(_FiniteCotangent):
+    """The same with a forward mode, which dynamo can not trace."""
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (tangent,) = grad_inputs
+        return torch.where(torch.isfinite(tangent), tangent, 0)
+
+
+def finite_cotangents(tree: R) -> R:
+    """The tree, through whose float leaves neither inf nor NaN flows back under an outer derivative.
+
+    The cotangent of the gradients of a skipped update is 0, but 0 times the NaN of their own derivative is NaN.
+    """
+    if not transformed():
+        return tree
+    barrier = _FiniteCotangent if torch.compiler.is_compiling() else _FiniteTangent
+
+    def guarded(leaf: Any) -> Any:
+        return barrier.apply(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return cast(R, optree.tree_map(guarded, cast(Any, tree)))

@@ -50,12 +50,13 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
     """
     if not isinstance(cls, type) or not is_dataclass(cls):
         raise TypeError(f"register: found {cls!r}, expected a dataclass. Decorate it with @dataclass(frozen=True).")
-    if sorted(children + static) != sorted(field.name for field in fields(cls)):
+    found, expected = [*children, *static], [field.name for field in fields(cls)]
+    if sorted(found) != sorted(expected):
         raise ValueError(
-            f"register: found {sorted(children + static)} for {cls.__name__}, expected each of its fields "
-            f"{sorted(field.name for field in fields(cls))} once. "
+            f"register: found {found} for {cls.__name__}, expected each of its fields {expected} once. "
             "Name it in children or in static: what is in neither is lost in a tree_map."
         )
+    children, static = tuple(children), tuple(static)
 
     def context(node: Any) -> tuple[Any, ...]:
         return tuple(getattr(node, name) for name in static)
@@ -63,8 +64,19 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
     def unflatten(values: Iterable[Any], metadata: Any) -> Any:
         return new(cls, **dict(zip(children + static, (*values, *metadata), strict=True)))
 
+    # torch counts None as a leaf, and vmap takes none: there, a field that is None goes into the context.
+    def torch_flatten(node: Any) -> tuple[list[Any], Any]:
+        present = tuple(name for name in children if getattr(node, name) is not None)
+        return [getattr(node, name) for name in present], (present, context(node))
+
+    def torch_unflatten(values: Iterable[Any], metadata: Any) -> Any:
+        present, static_values = metadata
+        given = dict(zip(present, values, strict=True))
+        return unflatten([given.get(name) for name in children], static_values)
+
     def with_keys(node: Any) -> Any:
-        return [(torch_pytree.GetAttrKey(name), getattr(node, name)) for name in children], context(node)
+        values, metadata = torch_flatten(node)
+        return [(torch_pytree.GetAttrKey(n), value) for n, value in zip(metadata[0], values, strict=True)], metadata
 
     optree.register_pytree_node(
         cast(Any, cls),
@@ -75,8 +87,8 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
     )
     torch_pytree.register_pytree_node(
         cls,
-        lambda node: ([getattr(node, name) for name in children], context(node)),
-        unflatten,
+        torch_flatten,
+        torch_unflatten,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=with_keys,
     )

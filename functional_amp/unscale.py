@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_plain, check_scaled, denominator
-from functional_amp.transform import stage
+from functional_amp.transform import stage, transformed
 from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like
 
 
@@ -68,17 +68,29 @@ def unscale(grads: ScaledGrads) -> Unscaled:
     check_scaled(grads, "unscale: grads")
     flat = flatten_tensors(grads.tree, "grads")
     divisor = denominator(grads)
+    finite = _finite([leaf for leaf in flat.leaves if is_differentiable(leaf)], divisor)
+    divisor = _blocked(divisor, finite)
     leaves = [
-        leaf.to(accumulation_dtype(leaf.dtype)) / like(divisor, leaf) if is_differentiable(leaf) else leaf
+        _blocked(leaf, finite).to(accumulation_dtype(leaf.dtype)) / like(divisor, leaf)
+        if is_differentiable(leaf)
+        else leaf
         for leaf in flat.leaves
     ]
-    return Unscaled(flat.unflatten(leaves), _finite([leaf for leaf in flat.leaves if is_differentiable(leaf)], divisor))
+    return Unscaled(flat.unflatten(leaves), finite)
+
+
+def _blocked(leaf: Tensor, finite: Tensor) -> Tensor:
+    """The leaf; a constant to an outer derivative where the gradients are not finite, as 0 * NaN is NaN."""
+    return torch.where(like(finite, leaf), leaf, leaf.detach()) if transformed() else leaf
 
 
 def _finite(leaves: Sequence[Tensor], divisor: Tensor) -> Tensor:
-    # Division is monotone: the quotients are finite if and only if the largest one is.
     usable = torch.isfinite(divisor) & (divisor > 0)
-    return torch.isfinite(like(largest(leaves), divisor) / divisor) & usable
+    # Division is monotone: the quotients of a dtype are finite if and only if the largest one is.
+    for wide in (False, True):
+        peak = largest([leaf for leaf in leaves if (norm_dtype([leaf]) == torch.float64) is wide])
+        usable = usable & torch.isfinite(like(peak, divisor) / divisor)
+    return usable
 
 
 def gradient_leaves(grads: PyTree, what: str = "grads") -> list[Tensor]:

@@ -15,6 +15,7 @@ from functional_amp.tree import (
     accumulation_dtype,
     check_leaf,
     check_structure,
+    flatten,
     flatten_tensors,
     is_differentiable,
     paths,
@@ -178,7 +179,7 @@ def per_leaf(state_type: type[Any], slots: Sequence[Callable[[PyTree], PyTree]],
 
     Args:
         state_type: a NamedTuple of the count of applied updates and one tree a slot.
-        slots: what each of these trees is at first, from the parameters (`zeros`, `nothing`).
+        slots: what each of these trees is at first, from the parameters (`zeros`).
         rule: `rule(count)` gives `leaf_rule(param, grad, *slots) -> (move, slots)`.
     """
 
@@ -219,7 +220,14 @@ def _moves(
     """What the update does to each leaf of the parameters, and the new slots."""
     flat, grad_flat = matched(params, grads, "grads")
     names = [f"opt_state.{name}" for name in opt_state._fields[1:]]
-    slot_flats = [matched(params, tree, name)[1] for tree, name in zip(opt_state[1:], names, strict=True)]
+    kept, unused = opt_state[1 : 1 + len(slots)], opt_state[1 + len(slots) :]
+    if flatten(unused).leaves:
+        raise TypeError(
+            f"{names[len(slots)]}: found a tree, expected (), as this optimizer keeps none. "
+            "Take the state from the init of this very optimizer."
+        )
+    names = names[: len(slots)]
+    slot_flats = [matched(params, tree, name)[1] for tree, name in zip(kept, names, strict=True)]
     moves: list[Move | None] = []
     new_slots: list[list[Tensor | None]] = [[] for _ in slots]
     for index, (param, grad, *state) in enumerate(
@@ -230,11 +238,11 @@ def _moves(
             new_state = state
         else:
             dtype = accumulation_dtype(param.dtype)
-            for name, slot, leaf in zip(names, slots, state, strict=True):
-                found, expected = leaf if leaf is None else leaf.dtype, None if slot is nothing else dtype
-                if found != expected:
+            for name, leaf in zip(names, state, strict=True):
+                found = leaf if leaf is None else leaf.dtype
+                if found != dtype:
                     raise TypeError(
-                        f"{name}: found {found} at {paths(params)[index]!r}, expected {expected}. "
+                        f"{name}: found {found} at {paths(params)[index]!r}, expected {dtype}. "
                         "Take the state from the init of this very optimizer, and do not cast it."
                     )
             move, new_state = leaf_rule(widened(param), grad.to(dtype), *state)

@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_amp.optim.base import LeafRule, Move, Optimizer, nothing, per_leaf, zeros
+from functional_amp.optim.base import LeafRule, Move, Optimizer, per_leaf, zeros
 from functional_amp.optim.checks import check_non_negative, check_unit_interval
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, learning_rate
 from functional_amp.tree import PyTree, like
 
 
 class SGDState(NamedTuple):
-    """Applied updates (int32, 0-dim) and the momentum buffers (of None without momentum)."""
+    """Applied updates (int32, 0-dim) and the momentum buffers (none without momentum)."""
 
     step: Tensor
-    momentum_buffer: PyTree
+    momentum_buffer: PyTree = ()
 
 
 def sgd(
@@ -65,7 +65,7 @@ def sgd(
     def rule(count: Tensor) -> LeafRule:
         rate = learning_rate(lr, count)
 
-        def leaf_rule(param: Tensor, grad: Tensor, buffer: Tensor | None) -> tuple[Move, tuple[Tensor | None]]:
+        def leaf_rule(param: Tensor, grad: Tensor, buffer: Tensor | None = None) -> tuple[Move, tuple[Tensor, ...]]:
             if weight_decay:
                 grad = torch.add(grad, param, alpha=weight_decay)
             if buffer is not None:
@@ -74,8 +74,8 @@ def sgd(
                 buffer = torch.where(like(count, grad) == 0, grad, decayed) if dampening else decayed
                 grad = torch.add(grad, buffer, alpha=momentum) if nesterov else buffer
             alpha = -like(rate, param).to(param.real.dtype) if isinstance(rate, Tensor) else -rate
-            return Move(0.0, alpha, grad), (buffer,)
+            return Move(0.0, alpha, grad), () if buffer is None else (buffer,)
 
         return leaf_rule
 
-    return per_leaf(SGDState, [zeros if momentum else nothing], rule)
+    return per_leaf(SGDState, [zeros] if momentum else [], rule)
