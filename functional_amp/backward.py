@@ -269,10 +269,11 @@ def _func_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[l
     try:
         grads, (_, aux) = grad_fn(leaves)
     except RuntimeError as error:
-        if "setup_context" in str(error) or "saved tensor hooks" in str(error):
+        if any(limit in str(error) for limit in ("setup_context", "saved tensor hooks", "expected scalar type")):
             raise RuntimeError(
-                f"{error}\n\nActivation checkpointing and autograd.Functions without setup_context do not work under "
-                "torch.func. Use backend='autograd', which gives the same values."
+                f"{error}\n\nActivation checkpointing, autograd.Functions without setup_context, and on a CPU attention "
+                "with dropout under autocast do not work under torch.func. Use backend='autograd', which gives the "
+                "same values."
             ) from error
         raise
     return grads, aux

@@ -160,6 +160,15 @@ def run_updates(optimizer: fa.Optimizer, params: Any, updates: Sequence[Any]) ->
     return trajectory
 
 
+def slots_of(opt_state: Any) -> dict[str, Any]:
+    """The trees of a state by their names, which are torch's; without those that hold no tensor."""
+    return {
+        name: tree
+        for name, tree in opt_state._asdict().items()
+        if name != "step" and any(leaf is not None for leaf in leaves_of(tree))
+    }
+
+
 def assert_bits(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -188,12 +197,8 @@ def test_fifty_steps_equal_torch_optim_bit_for_bit(rule, seed):
     found, opt_state = run_ours(rule.ours(), params, updates)
     assert_bits(found, expected)
     assert opt_state.step.item() == N
-    for slot in opt_state._fields[1:]:  # they have torch's names
-        theirs = {name: optimizer.state[leaf].get(slot) for name, leaf in leaves.items()}
-        assert_bits(
-            {name: value for name, value in getattr(opt_state, slot).items() if value is not None},
-            {name: value for name, value in theirs.items() if value is not None},
-        )
+    for slot, tree in slots_of(opt_state).items():
+        assert_bits(tree, {name: optimizer.state[leaf][slot] for name, leaf in leaves.items()})
 
 
 @given(rule=steady_rules, seed=seeds)
@@ -272,7 +277,7 @@ def test_half_precision_parameters_are_the_float32_run_rounded_after_each_step(r
             leaf.data.copy_(expected[-1][name])
     found, opt_state = run_ours(rule.ours(), params, updates)
     assert_bits(found, expected)
-    assert all(leaf.dtype == torch.float32 for slot in opt_state[1:] for leaf in leaves_of(slot) if leaf is not None)
+    assert all(leaf.dtype == torch.float32 for leaf in leaves_of(slots_of(opt_state)))
 
 
 @every_rule
@@ -300,9 +305,7 @@ def test_a_leaf_that_never_gets_a_gradient_is_left_alone_as_torch_leaves_it(rule
     expected, _, _ = run_theirs(rule, params, updates)
     found, opt_state = run_ours(rule.ours(), params, updates)
     assert_bits(found, expected)
-    first = rule.ours().init(params)
-    for slot in first._fields[1:]:
-        assert same_bits(getattr(opt_state, slot)["vector"], getattr(first, slot)["vector"])
+    assert all(not tree["vector"].any() for tree in slots_of(opt_state).values())
 
 
 @every_rule
@@ -313,7 +316,9 @@ def test_a_leaf_without_a_gradient_keeps_its_tensors(rule):
     grads = {**updates[3], "matrix": None}
     moved, after = optimizer.step(grads, opt_state, params)
     assert moved["matrix"] is params["matrix"] and not torch.equal(moved["vector"], params["vector"])
-    assert all(getattr(after, s)["matrix"] is getattr(opt_state, s)["matrix"] for s in after._fields[1:])
+    for slot, tree in slots_of(after).items():
+        assert tree["matrix"] is getattr(opt_state, slot)["matrix"]
+        assert not torch.equal(tree["vector"], getattr(opt_state, slot)["vector"])
     update, again = optimizer.update(grads, opt_state, params)
     assert update["matrix"] is None and same_bits(again, after)
     # maybe_step may copy, and changes as little.
@@ -356,7 +361,7 @@ def test_integer_leaves_and_missing_parameters_ride_along(rule):
     assert moved["count"] is params["count"] and moved["mask"] is params["mask"] and moved["gone"] is None
     alone, _ = optimizer.step({"w": grads["w"]}, optimizer.init({"w": params["w"]}), {"w": params["w"]})
     assert same_bits(moved["w"], alone["w"])
-    assert all(getattr(after, slot)[name] is None for slot in after._fields[1:] for name in ("count", "mask", "gone"))
+    assert all(tree[name] is None for tree in slots_of(after).values() for name in ("count", "mask", "gone"))
     # An update of zero for a whole number must not go through float32, where 2**24 + 1 is none.
     zero = {"w": torch.zeros(2), "count": torch.tensor(0), "mask": torch.tensor([False]), "gone": None}
     assert same_bits(fa.apply_updates(params, zero), params)
@@ -507,11 +512,9 @@ def test_skipped_updates_leave_no_trace_in_a_run(rule, seed, good):
         assert flag or same_bits((end, opt_state), before)
     assert_bits(end, expected[-1] if expected else params)
     assert opt_state.step.item() == len(taken)
-    for slot in opt_state._fields[1:]:
-        for name, leaf in leaves.items():
-            theirs = optimizer.state[leaf].get(slot)
-            if theirs is not None:
-                assert_bits(getattr(opt_state, slot)[name], theirs)
+    if taken:
+        for slot, tree in slots_of(opt_state).items():
+            assert_bits(tree, {name: optimizer.state[leaf][slot] for name, leaf in leaves.items()})
 
 
 @every_optimizer
@@ -942,9 +945,9 @@ def test_gradients_and_states_that_do_not_fit_are_named(rule, function):
     other = fa.adam(0.1) if rule.name == "SGD" else fa.sgd(0.1, 0.9)
     with pytest.raises(TypeError, match=r"opt_state: found .*State, expected .*State"):
         call(params, other.init(params), params)
-    larger = optimizer.init({"a": [torch.ones(2), torch.ones(3), torch.ones(1)]})
-    with pytest.raises(ValueError, match=r"opt_state.*extra \['a\.2'\]"):
-        call(params, larger, params)
+    if slots_of(opt_state):
+        with pytest.raises(ValueError, match=r"opt_state.*extra \['a\.2'\]"):
+            call(params, optimizer.init({"a": [torch.ones(2), torch.ones(3), torch.ones(1)]}), params)
 
 
 def test_updates_that_do_not_fit_are_named():

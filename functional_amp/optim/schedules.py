@@ -103,6 +103,7 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
     >>> warmup_cosine(1.0, 10, 100)(torch.tensor(10))
     tensor(1.)
     """
+    peak, end = _check_value(peak, "peak"), _check_value(end, "end")
     _check_steps(warmup_steps, "warmup_steps")
     _check_steps(steps)
     if steps <= warmup_steps:
