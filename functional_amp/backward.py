@@ -271,9 +271,9 @@ def _func_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[l
     except RuntimeError as error:
         if any(limit in str(error) for limit in ("setup_context", "saved tensor hooks", "expected scalar type")):
             raise RuntimeError(
-                f"{error}\n\nActivation checkpointing, autograd.Functions without setup_context, and on a CPU attention "
-                "with dropout under autocast do not work under torch.func. Use backend='autograd', which gives the "
-                "same values."
+                f"{error}\n\nActivation checkpointing, autograd.Functions without setup_context, and, on a CPU, "
+                "attention with dropout under autocast do not work under torch.func. "
+                "Use backend='autograd', which gives the same values."
             ) from error
         raise
     return grads, aux

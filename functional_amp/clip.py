@@ -12,15 +12,7 @@ from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_plain, denominator
 from functional_amp.transform import stage
-from functional_amp.tree import (
-    PyTree,
-    accumulation_dtype,
-    flatten_tensors,
-    is_differentiable,
-    like,
-    scalar_dtype,
-    with_fields,
-)
+from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like, with_fields
 from functional_amp.unscale import gradient_leaves, largest, norm_dtype
 
 
@@ -39,7 +31,7 @@ class _Norm(NamedTuple):
     finite: Tensor
 
     def value(self) -> Tensor:
-        return (self.mantissa * self.unit).to(self.mantissa.dtype)
+        return self.mantissa * self.unit
 
 
 @stage
@@ -110,8 +102,8 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
         norm = _scaled_norm(grads, norm_type)
         if max_norm is None:
             return Clipped(grads, norm.value())
-        scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale)
-        return Clipped(with_fields(grads, scale=scale.to(torch.float32)), norm.value())
+        scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale).to(torch.float32)
+        return Clipped(with_fields(grads, scale=scale), norm.value())
 
     check_plain(grads, "grads")
     flat = flatten_tensors(grads, "grads")
@@ -125,9 +117,13 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
 
 def _scaled_norm(grads: ScaledGrads, norm_type: float) -> _Norm:
     norm = _norm(gradient_leaves(grads.tree), norm_type)
-    # In double: 2**-90 / 2**60 is no float32.
-    wide = scalar_dtype(norm.unit.device)
-    return norm._replace(unit=norm.unit.to(wide) / like(denominator(grads), norm.unit).to(wide))
+    divisor = like(denominator(grads), norm.unit)
+    unit = norm.unit / divisor
+    # 2**-90 / 2**60 is no float32: there the norm itself stands in, as of stored gradients it is one.
+    normal = torch.isfinite(unit) & (unit >= torch.finfo(torch.float32).tiny)
+    return norm._replace(
+        mantissa=torch.where(normal, norm.mantissa, norm.value() / divisor), unit=torch.where(normal, unit, 1)
+    )
 
 
 def _norm(leaves: Sequence[Tensor], norm_type: float) -> _Norm:

@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 import optree
 import torch
 from torch import Tensor
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,7 +16,7 @@ R = TypeVar("R")
 
 def transformed() -> bool:
     """True inside `torch.func.grad`, `vmap` and the other functorch transforms."""
-    return _functorch.peek_interpreter_stack() is not None
+    return torch._C._are_functorch_transforms_active()
 
 
 def stage(function: Callable[P, R]) -> Callable[P, R]:
@@ -39,6 +38,8 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
 
 def _detached(output: R) -> R:
     """The output without history: a tensor that is returned unchanged may have one of its own."""
+    if torch.compiler.is_compiling():
+        return output  # the graph that is traced under no_grad has no history to give
     leaves, spec = optree.tree_flatten(cast(Any, output), none_is_leaf=True)
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return output

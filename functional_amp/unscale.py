@@ -88,8 +88,9 @@ def _finite(leaves: Sequence[Tensor], divisor: Tensor) -> Tensor:
     usable = torch.isfinite(divisor) & (divisor > 0)
     # Division is monotone: the quotients of a dtype are finite if and only if the largest one is.
     for wide in (False, True):
-        peak = largest([leaf for leaf in leaves if (norm_dtype([leaf]) == torch.float64) is wide])
-        usable = usable & torch.isfinite(like(peak, divisor) / divisor)
+        group = [leaf for leaf in leaves if (norm_dtype([leaf]) == torch.float64) is wide]
+        if group:
+            usable = usable & torch.isfinite(like(largest(group), divisor) / divisor)
     return usable
 
 

@@ -363,7 +363,7 @@ row(
     "scale_backward: a Function without setup_context under torch.func",
     lambda i: fa.scale_backward(lambda p: cast(Any, Doubled.apply(p["w"].sum())), i.static, i.params),
     RuntimeError,
-    "autograd.Functions without setup_context do not work under torch.func … Use backend='autograd'",
+    "autograd.Functions without setup_context … do not work under torch.func … Use backend='autograd'",
 )
 row("scale_backward: inference mode", in_inference_mode, RuntimeError, "torch.inference_mode() … backend='func'")
 for _function, _call in {
@@ -863,7 +863,7 @@ for _name, _call, _what in (
     ("linear", lambda value: fa.linear(0.0, value, 2), "end"),
     ("cosine", lambda value: fa.cosine(value, 2), "start"),
     ("cosine", lambda value: fa.cosine(1.0, 2, value), "end"),
-    ("warmup_cosine", lambda value: fa.warmup_cosine(value, 1, 2), "end"),
+    ("warmup_cosine", lambda value: fa.warmup_cosine(value, 1, 2), "peak"),
 ):
     for _value, _error in (
         (math.nan, ValueError),
