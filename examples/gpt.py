@@ -28,14 +28,12 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.heads = shape.heads
-        self.dropout = shape.dropout
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -62,13 +60,14 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.embedding = nn.Embedding(BYTES, shape.width)
-        self.position = nn.Parameter(torch.zeros(shape.context, shape.width))
+        self.position = nn.Parameter(0.02 * torch.randn(shape.context, shape.width))
         self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
         self.head.weight = self.embedding.weight
         self.apply(_initialize)
-        nn.init.normal_(self.position, std=0.02)
+        # The head shares it: the logit of repeating a byte starts at width * std, whatever the width.
+        nn.init.normal_(self.embedding.weight, std=7 / shape.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
@@ -76,11 +75,11 @@ class GPT(nn.Module):
 
 
 def _initialize(module: nn.Module) -> None:
-    """Logits of unit variance, and blocks that start as the identity."""
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+    """Linear maps keep the variance, and blocks start as the identity."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
     if isinstance(module, Block):
         nn.init.zeros_(module.attention.out.weight)
         nn.init.zeros_(module.contract.weight)

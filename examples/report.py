@@ -41,7 +41,7 @@ class Report:
         self._live = self._console.is_terminal
         self.bar = Progress(
             MofNCompleteColumn(),
-            BarColumn(bar_width=10),
+            BarColumn(bar_width=8),
             TextColumn("{task.description}"),
             TimeRemainingColumn(compact=True),
             console=self._console,
@@ -86,7 +86,7 @@ class Report:
         row = self.rows[-1]
         validation = f"{self.validation[-1][1]:.3f}" if self.validation else "..."
         return (
-            f"loss {row.loss:.3f} val {validation} norm {row.grad_norm:.2f} "
+            f"loss {row.loss:.2f} val {validation} norm {row.grad_norm:.2f} "
             f"scale {_power(row.scale)} skipped {len(self.skipped)}"
         )
 
@@ -122,7 +122,7 @@ def _power(scale: float) -> str:
     return f"2^{math.log2(scale):g}"
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: Report, path: Path, max_norm: float) -> None:
     """Writes the picture: loss, loss scale and gradient norm of each update, one above the other."""
     import matplotlib  # not needed before, and slow to import
 
@@ -130,31 +130,34 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    updates = range(1, len(report.rows) + 1)
-    scales = [math.log2(row.scale) for row in report.rows]
-    skipped = report.skipped
-    figure, (top, middle, bottom) = plt.subplots(3, 1, sharex=True, figsize=(9, 8), layout="constrained")
+    updates, skipped = range(1, len(report.rows) + 1), report.skipped
+    final = report.validation[-1][1]
+    figure, panels = plt.subplots(3, sharex=True, figsize=(9, 9), layout="constrained", height_ratios=(3, 2, 2))
     figure.suptitle(report.title)
+    top, middle, bottom = panels
 
-    top.plot(updates, [row.loss for row in report.rows], color="tab:blue", alpha=0.4, linewidth=1, label="training")
-    top.plot(*zip(*report.validation), color="tab:blue", marker="o", markersize=4, label="validation")
-    top.axhline(report.entropy, color="gray", linestyle="--", linewidth=1, label="byte entropy")
+    top.plot(updates, [row.loss for row in report.rows], color="tab:blue", alpha=0.4, label="training")
+    top.plot(*zip(*report.validation), color="tab:blue", marker="o", label=f"validation, {final:.3f} at the end")
+    top.axhline(report.entropy, color="black", linestyle="--", linewidth=1, label=f"byte entropy, {report.entropy:.3f}")
     top.set_ylabel("loss (nats per byte)")
 
-    middle.step(updates, scales, where="mid", color="tab:green", label="scale")
+    scales = [math.log2(row.scale) for row in report.rows]
     marks = [scales[update - 1] for update in skipped]
-    middle.plot(skipped, marks, "x", color="tab:red", label=f"skipped updates ({len(skipped)})")
-    middle.yaxis.set_major_locator(MaxNLocator(integer=True))
+    middle.step(updates, scales, where="mid", color="tab:green", label="scale")
+    middle.plot(skipped, marks, "x", color="tab:red", markeredgewidth=2, label=f"skipped updates ({len(skipped)})")
+    middle.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     middle.set_ylabel("loss scale (log2)")
 
     norms = [row.grad_norm if row.finite else math.nan for row in report.rows]
-    bottom.plot(updates, norms, color="tab:purple", linewidth=1, label="before clipping")
-    bottom.set_yscale("log")
+    bottom.semilogy(updates, norms, color="tab:purple", linewidth=1, label="before clipping")
+    bottom.axhline(max_norm, color="black", linestyle="--", linewidth=1, label=f"clipped to {max_norm:g}")
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("update")
 
-    for axes in (top, middle, bottom):
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+    for panel, place in zip(panels, ("upper right", "best", "upper right")):
+        for update in skipped:
+            panel.axvline(update, color="tab:red", alpha=0.2, linewidth=1)
+        panel.grid(alpha=0.3)
+        panel.legend(loc=place)
     figure.savefig(path, dpi=120)
     plt.close(figure)

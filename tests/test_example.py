@@ -320,14 +320,14 @@ def test_a_short_run_learns_and_draws_and_its_seed_repeats_it(main, capsys, tmp_
     outputs = []
     for seed in (0, 0, 1):
         picture = tmp_path / f"{len(outputs)}.png"
-        arguments = ["--device=cpu", "--dtype=float32", "--steps=20", f"--seed={seed}", f"--out={picture}"]
+        arguments = ["--device=cpu", "--dtype=float32", "--steps=12", f"--seed={seed}", f"--out={picture}"]
         assert main(arguments) == 0
         assert picture.read_bytes().startswith(PNG)
         outputs.append(capsys.readouterr().out)
     first, same, other = map(validation_loss, outputs)
     assert first == same != other
     assert first < byte_entropy(outputs[0])
-    assert "20 applied, 0 skipped" in outputs[0]
+    assert "12 applied, 0 skipped" in outputs[0]
 
 
 def test_the_bar_of_a_terminal_shows_the_figures(main, capsys, tmp_path, monkeypatch):
