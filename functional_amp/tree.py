@@ -16,6 +16,8 @@ from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
+from functional_amp.transform import stage
+
 PyTree: TypeAlias = Any
 """Nested dicts, lists, tuples, NamedTuples and registered nodes with tensors or None at the leaves."""
 
@@ -265,6 +267,7 @@ def check_leaf(
         )
 
 
+@stage
 def select(condition: Tensor, new: PyTree, old: PyTree, what: str = "select") -> PyTree:
     """`new` where the condition holds, else `old`, for whole trees at once and without a host read.
 

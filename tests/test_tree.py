@@ -230,3 +230,10 @@ def test_a_registered_node_goes_through_vmap_and_grad():
 def test_registering_a_class_twice_is_an_error():
     with pytest.raises(ValueError, match="Plane"):
         fa.register(Plane, ("normal", "offset"), ("name", "order"))
+
+
+@pytest.mark.parametrize("condition", [True, False])
+def test_select_gives_no_history_to_parameters(condition):
+    new, old = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
+    selected = fa.select(torch.tensor(condition), {"w": new, "same": old}, {"w": old, "same": old})
+    assert not any(leaf.requires_grad for leaf in selected.values())
