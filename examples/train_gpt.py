@@ -72,6 +72,8 @@ def train(options: Options, stop: threading.Event) -> Report:
     """Trains to the end, or until the event is set and the update at hand is done."""
     size, dtype, device = SIZES[options.size], getattr(torch, options.dtype), torch.device(options.device)
     torch.manual_seed(options.seed)
+    if options.size == "tiny":
+        torch.set_num_threads(1)  # on a CPU: so small that threads spend their time waiting for each other
     training, validation = (part.to(device) for part in standard_library())
     micro_batches = random_batches(training, size.batch, size.shape.context, options.seed)
     windows = islice(fa.windows(micro_batches, options.accumulate), options.steps)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,19 @@ def text(example):
     return example["text"]
 
 
+@contextmanager
+def global_state_restored():
+    """The program sets the number of threads and seeds the global generator."""
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng():
+        yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def main(example):
-    """The program in this process, with the global generator as it was afterwards."""
-    with torch.random.fork_rng():
+    """The program, in this process."""
+    with global_state_restored():
         yield example["train_gpt"].main
 
 
@@ -386,7 +396,7 @@ def default_run(example):
 
     @functools.cache
     def trained(dtype: str):
-        with torch.random.fork_rng():
+        with global_state_restored():
             options = example["options"].parse("", ["--device=cpu", f"--dtype={dtype}"])
             return example["train_gpt"].train(options, threading.Event())
 
