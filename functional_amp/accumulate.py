@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_scaled
+from functional_amp.checks import check_number
 from functional_amp.scaler import check_finite
 from functional_amp.transform import stage
 from functional_amp.tree import (
@@ -125,8 +126,7 @@ def windows(loader: Iterable[T], n: int) -> Iterator[list[T]]:
     >>> list(windows([1, 2, 3], 2))
     [[1, 2], [3]]
     """
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"n: found {type(n).__name__} {n!r}, expected an int: the micro-batches of a window.")
+    check_number(n, "n", "an int: the micro-batches of a window", integer=True)
     if n < 1:
         raise ValueError(f"n: found {n}, expected at least 1: a window without micro-batches has no gradient.")
     if isinstance(loader, (Mapping, str)) or not isinstance(loader, Iterable):

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_amp.checks import check_number
 from functional_amp.scaler import FLOAT32_MAX, FLOAT32_TINY, Scaler, check_scaler, scale_tensor
 from functional_amp.transform import finite_cotangents, stage
 from functional_amp.tree import (
@@ -321,8 +322,7 @@ def check_weight(weight: Any) -> None:
         if weight.is_complex() or weight.dtype == torch.bool:
             raise TypeError(f"weight: found a {weight.dtype} tensor, expected a count or a real number.")
         return
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise TypeError(f"weight: found {type(weight).__name__} {weight!r}, expected a number or a 0-dim tensor.")
+    check_number(weight, "weight", "a number or a 0-dim tensor")
     if not 0 <= weight <= FLOAT32_MAX:
         raise ValueError(f"weight: found {weight!r}, expected a finite number >= 0 that float32 can hold.")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_plain, denominator
+from functional_amp.checks import LARGEST, check_number
 from functional_amp.transform import stage
 from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like, with_fields
 from functional_amp.unscale import gradient_leaves, largest, norm_dtype
@@ -175,8 +175,8 @@ def _multiplied(leaf: Tensor, coefficient: Tensor) -> Tensor:
 
 
 def _check_norm_type(norm_type: Any) -> None:
-    _check_number(norm_type, "norm_type", "a number >= 1 or inf")
-    if not (1 <= norm_type <= sys.float_info.max or norm_type == math.inf):
+    check_number(norm_type, "norm_type", "a number >= 1 or inf")
+    if not (1 <= norm_type <= LARGEST or norm_type == math.inf):
         raise ValueError(f"norm_type: found {norm_type!r}, expected a number >= 1 or inf.")
 
 
@@ -184,14 +184,9 @@ def check_clip(max_norm: Any, norm_type: Any, eps: Any) -> None:
     """Raises for a max_norm, norm_type or eps outside its domain."""
     _check_norm_type(norm_type)
     if max_norm is not None:
-        _check_number(max_norm, "max_norm", "a number > 0; None turns clipping off")
-        if not (0 < max_norm <= sys.float_info.max or max_norm == math.inf):
+        check_number(max_norm, "max_norm", "a number > 0; None turns clipping off")
+        if not (0 < max_norm <= LARGEST or max_norm == math.inf):
             raise ValueError(f"max_norm: found {max_norm!r}, expected a number > 0. Use None to turn clipping off.")
-    _check_number(eps, "eps", "a number >= 0")
-    if not 0 <= eps <= sys.float_info.max:
+    check_number(eps, "eps", "a number >= 0")
+    if not 0 <= eps <= LARGEST:
         raise ValueError(f"eps: found {eps!r}, expected a finite number >= 0.")
-
-
-def _check_number(value: Any, name: str, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: found {type(value).__name__} {value!r}, expected {expected}.")

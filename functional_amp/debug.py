@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.backward import ScaledGrads
+from functional_amp.checks import check_number
 from functional_amp.step import TrainState
 from functional_amp.tree import PyTree, flatten_tensors, is_differentiable, paths
 from functional_amp.unscale import largest
@@ -56,8 +57,7 @@ def check_progress(state: TrainState, *, max_skipped: int = 100, grads: ScaledGr
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"state: found {type(state).__name__}, expected the TrainState of init_state or of a step.")
-    if isinstance(max_skipped, bool) or not isinstance(max_skipped, int):
-        raise TypeError(f"max_skipped: found {type(max_skipped).__name__} {max_skipped!r}, expected an int.")
+    check_number(max_skipped, "max_skipped", "an int", integer=True)
     if max_skipped < 0:
         raise ValueError(f"max_skipped: found {max_skipped}, expected at least 0.")
     skipped = _read(state.skipped_in_a_row)

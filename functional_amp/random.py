@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from functional_amp.checks import check_number
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
@@ -35,8 +37,7 @@ def seeded(seed: int) -> Iterator[None]:
             "seeded: a generator can not be seeded inside a compiled graph. "
             "Write `with seeded(seed): compiled_step(state, micro_batches)`, without seed=."
         )
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed: found {type(seed).__name__} {seed!r}, expected an int.")
+    check_number(seed, "seed", "an int", integer=True)
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed: found {seed}, expected an int of 64 bits. Take it modulo 2**64.")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from functional_amp.checks import check_number
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import register, with_fields
 
@@ -402,9 +403,7 @@ def _counter(value: int | Tensor, name: str, scale: Tensor) -> Tensor:
 
 def _check(value: Any, name: str, kind: type, domain: Any, expected: str) -> None:
     """Raises TypeError for the wrong kind of number, ValueError for one outside its domain or int32."""
-    kinds = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{name}: found {type(value).__name__} {value!r}, expected {kind.__name__}.")
+    check_number(value, name, kind.__name__, integer=kind is int)
     if not domain(value):
         raise ValueError(f"{name}: found {value!r}, expected {expected}.")
     if kind is int and not -(2**31) <= value < 2**31:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from functional_amp.checks import check_non_negative, check_unit_interval
 from functional_amp.optim.base import LeafRule, Move, Optimizer, per_leaf, zeros
-from functional_amp.optim.checks import check_non_negative, check_unit_interval
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, learning_rate
 from functional_amp.transform import transformed
 from functional_amp.tree import PyTree, like, scalar_dtype

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from functional_amp.checks import check_finite_number, check_number
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 """`schedule(count)`: from a 0-dim int32 tensor, the applied updates so far, to a 0-dim float32 one."""
@@ -23,7 +24,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.5)(torch.tensor(3))
     tensor(0.5000)
     """
-    value = _check_value(value, "value")
+    value = check_finite_number(value, "value")
     return lambda count: torch.full_like(count, value, dtype=torch.float32)
 
 
@@ -36,7 +37,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> linear(0.0, 1.0, 4)(torch.tensor(1))
     tensor(0.2500)
     """
-    start, end = _check_value(start, "start"), _check_value(end, "end")
+    start, end = check_finite_number(start, "start"), check_finite_number(end, "end")
     _check_steps(steps)
     return lambda count: start + (end - start) * _progress(count, steps)
 
@@ -52,7 +53,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     >>> cosine(1.0, 4)(torch.tensor(2))
     tensor(0.5000)
     """
-    start, end = _check_value(start, "start"), _check_value(end, "end")
+    start, end = check_finite_number(start, "start"), check_finite_number(end, "end")
     _check_steps(steps)
     return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _progress(count, steps))) / 2
 
@@ -103,7 +104,7 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
     >>> warmup_cosine(1.0, 10, 100)(torch.tensor(10))
     tensor(1.)
     """
-    peak, end = _check_value(peak, "peak"), _check_value(end, "end")
+    peak, end = check_finite_number(peak, "peak"), check_finite_number(end, "end")
     _check_steps(warmup_steps, "warmup_steps")
     _check_steps(steps)
     if steps <= warmup_steps:
@@ -121,7 +122,7 @@ def check_learning_rate(lr: LearningRate) -> None:
                 f"lr: found {type(lr).__name__}, expected a number, a 0-dim tensor or a function of the number of "
                 "applied updates. A scheduler of torch.optim is none: use linear, cosine or warmup_cosine."
             )
-        _check_value(lr, "lr")
+        check_finite_number(lr, "lr")
         if lr < 0:
             raise ValueError(f"lr: found {lr!r}, expected a number >= 0.")
 
@@ -134,7 +135,7 @@ def learning_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
         return float(lr)
     rate = lr(count)
     if not isinstance(rate, Tensor):
-        return _check_value(rate, "lr: the schedule's value")
+        return check_finite_number(rate, "lr: the schedule's value")
     _check_rate(rate, "the schedule returned")
     return rate
 
@@ -150,16 +151,7 @@ def _progress(count: Tensor, steps: int) -> Tensor:
     return (count.to(torch.float32) / steps).clamp(0.0, 1.0)
 
 
-def _check_value(value: object, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: found {type(value).__name__} {value!r}, expected a number.")
-    if not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{name}: found {value!r}, expected a finite number.")
-    return float(value)
-
-
-def _check_steps(steps: object, name: str = "steps") -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"{name}: found {type(steps).__name__} {steps!r}, expected an int.")
+def _check_steps(steps: int, name: str = "steps") -> None:
+    check_number(steps, name, "an int", integer=True)
     if not 1 <= steps < 2**31:
         raise ValueError(f"{name}: found {steps!r}, expected from 1 to 2**31 - 1: updates are counted in int32.")
