@@ -38,12 +38,12 @@ from functional_amp.scaler import NoScale as NoScale
 from functional_amp.scaler import Scaler as Scaler
 from functional_amp.scaler import StaticScale as StaticScale
 from functional_amp.scaler import update_scale as update_scale
-from functional_amp.step import Metrics as Metrics
+from functional_amp.state import Metrics as Metrics
+from functional_amp.state import TrainState as TrainState
+from functional_amp.state import Window as Window
+from functional_amp.state import init_state as init_state
 from functional_amp.step import Step as Step
 from functional_amp.step import Stepped as Stepped
-from functional_amp.step import TrainState as TrainState
-from functional_amp.step import Window as Window
-from functional_amp.step import init_state as init_state
 from functional_amp.step import make_step as make_step
 from functional_amp.step import maybe_step as maybe_step
 from functional_amp.tree import PyTree as PyTree

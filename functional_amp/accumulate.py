@@ -14,13 +14,13 @@ from functional_amp.checks import check_number
 from functional_amp.scaler import check_finite
 from functional_amp.transform import stage
 from functional_amp.tree import (
-    accumulation_dtype,
     check_leaf,
     check_structure,
     flatten_tensors,
     is_differentiable,
     like,
     paths,
+    widened,
     with_fields,
 )
 
@@ -66,7 +66,7 @@ def accumulate(total: ScaledGrads | None, grads: ScaledGrads, *, where: Tensor |
                 "Reduce it with torch.all."
             )
     flat = flatten_tensors(grads.tree, "grads")
-    added_leaves = [_widened(leaf) for leaf in flat.leaves]
+    added_leaves = [widened(leaf) for leaf in flat.leaves]
     added_weight = grads.weight if where is None else torch.where(where, grads.weight, 0)
     if total is None:
         leaves = [_where(where, leaf, None) for leaf in added_leaves]
@@ -77,7 +77,7 @@ def accumulate(total: ScaledGrads | None, grads: ScaledGrads, *, where: Tensor |
     check_structure(grads.tree, flat, total.tree, total_flat, "grads", "total")
     ratio = None if grads.scale is total.scale else total.scale / grads.scale
     leaves = []
-    for index, (leaf, old) in enumerate(zip(added_leaves, map(_widened, total_flat.leaves), strict=True)):
+    for index, (leaf, old) in enumerate(zip(added_leaves, map(widened, total_flat.leaves), strict=True)):
         if leaf is not None and old is not None:
             _check_addable(leaf, old, lambda index=index: paths(total.tree)[index])
         if leaf is None or not is_differentiable(leaf):
@@ -86,11 +86,6 @@ def accumulate(total: ScaledGrads | None, grads: ScaledGrads, *, where: Tensor |
         leaf = leaf if ratio is None else leaf * like(ratio, leaf)
         leaves.append(_where(where, leaf if old is None else old + leaf, old))
     return with_fields(total, tree=flat.unflatten(leaves), weight=total.weight + added_weight)
-
-
-def _widened(leaf: Tensor | None) -> Tensor | None:
-    """In the dtype that sums are kept in: 512 bf16 additions of 2**-9 to 1 would leave 1."""
-    return leaf.to(accumulation_dtype(leaf.dtype)) if is_differentiable(leaf) else leaf
 
 
 def _where(condition: Tensor | None, new: Tensor | None, old: Tensor | None) -> Tensor | None:

@@ -153,66 +153,102 @@ def scale_backward(
     >>> grads.tree, loss
     (tensor([4., 4.]), tensor(1.))
     """
-    check_loss_fn(loss_fn)
-    check_scaler(scaler)
-    if scaler.scale.dim() != 0:
-        raise ValueError(
-            f"scaler: found a scale of shape {tuple(scaler.scale.shape)}, expected a 0-dim one. "
-            "Stacked scalers go through torch.vmap together with stacked parameters."
-        )
     check_backend(backend)
-    flat = flatten_tensors(params, "params")
-    wanted = [index for index, leaf in enumerate(flat.leaves) if is_differentiable(leaf)]
-    if not wanted:
-        found = {
-            path: str(leaf.dtype) for path, leaf in zip(paths(params), flat.leaves, strict=True) if leaf is not None
-        }
-        raise TypeError(
-            f"params: found no floating-point leaf to differentiate, only {found or 'an empty tree'}. "
-            "Cast the parameters to float32, or pass the tree that holds them."
-        )
+    problem = Problem(loss_fn, scaler, params, batch, weight)
+    differentiate = _func_grad if backend == "func" else _autograd_grad
+    grads, (value, tensors) = differentiate(problem.scaled_loss, finite_cotangents(problem.leaves))
+    loss_weight, aux = problem.handed_out(tensors)
+    for place, grad in enumerate(grads):
+        problem.check_strided(grad, place)
+    tree = problem.tree([weighted(grad, loss_weight) for grad in grads])
+    scaled = new(ScaledGrads, tree=tree, scale=scaler.scale, weight=weight_tensor(loss_weight, scaler.scale))
+    return ScaledBackward(scaled, value, aux)
 
-    structure: list[Any] = []
-    batch, scale = finite_cotangents((batch, scaler.scale))
 
-    def scaled_loss(leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
-        every = list(flat.leaves)
-        for index, leaf in zip(wanted, leaves, strict=True):
+class Problem:
+    """The scaled loss as a function of the leaves to differentiate, and the way back to trees.
+
+    Attributes:
+        leaves: the float and complex leaves of the parameters.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor | Loss],
+        scaler: Scaler,
+        params: PyTree,
+        batch: tuple[Any, ...],
+        weight: float | Tensor = 1.0,
+    ):
+        check_loss_fn(loss_fn)
+        check_scaler(scaler)
+        if scaler.scale.dim() != 0:
+            raise ValueError(
+                f"scaler: found a scale of shape {tuple(scaler.scale.shape)}, expected a 0-dim one. "
+                "Stacked scalers go through torch.vmap together with stacked parameters."
+            )
+        self._loss_fn, self._params, self._weight = loss_fn, params, weight
+        self._flat = flatten_tensors(params, "params")
+        self._wanted = [index for index, leaf in enumerate(self._flat.leaves) if is_differentiable(leaf)]
+        if not self._wanted:
+            found = {
+                path: str(leaf.dtype)
+                for path, leaf in zip(paths(params), self._flat.leaves, strict=True)
+                if leaf is not None
+            }
+            raise TypeError(
+                f"params: found no floating-point leaf to differentiate, only {found or 'an empty tree'}. "
+                "Cast the parameters to float32, or pass the tree that holds them."
+            )
+        self._batch, self._scale = finite_cotangents((batch, scaler.scale))
+        self._structure: list[Any] = []
+        self.leaves = self.of(self._flat.leaves)
+
+    def of(self, leaves: list[Any]) -> list[Any]:
+        """Of all leaves of a tree like the parameters, those that are differentiated."""
+        return [leaves[index] for index in self._wanted]
+
+    def tree(self, leaves: list[Any]) -> PyTree:
+        """A tree like the parameters, with None where nothing is differentiated."""
+        every: list[Any] = [None] * len(self._flat.leaves)
+        for index, leaf in zip(self._wanted, leaves, strict=True):
             every[index] = leaf
-        loss = as_loss(loss_fn(flat.unflatten(every), *batch), weight)
+        return self._flat.unflatten(every)
+
+    def scaled_loss(self, leaves: list[Tensor]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        """The loss times the scale; the loss itself, and the tensors that the loss function handed out."""
+        every = list(self._flat.leaves)
+        for index, leaf in zip(self._wanted, leaves, strict=True):
+            every[index] = leaf
+        loss = as_loss(self._loss_fn(self._flat.unflatten(every), *self._batch), self._weight)
         # A half-precision loss times the scale would overflow: 65504 is its largest number.
         value = loss.value.to(accumulation_dtype(loss.value.dtype))
-        # torch.func hands out tensors alone: the structure and the other leaves go by the closure.
+        # torch.func hands out tensors alone: the structure and the other leaves go by the object.
         out = flatten((loss.weight, loss.aux, loss.buffers))
         is_tensor = [isinstance(leaf, Tensor) for leaf in out.leaves]
-        structure[:] = [
+        self._structure[:] = [
             out.spec,
             is_tensor,
             [None if held else leaf for leaf, held in zip(out.leaves, is_tensor, strict=True)],
             loss.buffers is not None,
         ]
-        return value * like(scale, value), (value, [leaf for leaf in out.leaves if isinstance(leaf, Tensor)])
+        return value * like(self._scale, value), (value, [leaf for leaf in out.leaves if isinstance(leaf, Tensor)])
 
-    differentiate = _func_grad if backend == "func" else _autograd_grad
-    grads, (value, tensors) = differentiate(scaled_loss, finite_cotangents([flat.leaves[index] for index in wanted]))
+    def handed_out(self, tensors: list[Tensor]) -> tuple[float | Tensor, PyTree]:
+        """The weight, and the aux of `scale_backward`, after the scaled loss has been called."""
+        spec, is_tensor, leaves, has_buffers = self._structure
+        remaining = iter(tensors)
+        leaves = [next(remaining) if held else leaf for leaf, held in zip(leaves, is_tensor, strict=True)]
+        weight, aux, buffers = cast(tuple[Any, Any, Any], Flat([], spec).unflatten(leaves))
+        return weight, (aux, buffers) if has_buffers else aux
 
-    spec, is_tensor, leaves, has_buffers = structure
-    handed_out = iter(tensors)
-    leaves = [next(handed_out) if held else leaf for leaf, held in zip(leaves, is_tensor, strict=True)]
-    loss_weight, aux, buffers = cast(tuple[Any, Any, Any], Flat([], spec).unflatten(leaves))
-
-    tree: list[Tensor | None] = [None] * len(flat.leaves)
-    for index, grad in zip(wanted, grads, strict=True):
+    def check_strided(self, grad: Tensor, place: int) -> None:
+        """Raises TypeError for a sparse gradient of the leaf at a place."""
         if grad.layout != torch.strided:
             raise TypeError(
-                f"loss_fn: found a sparse gradient ({grad.layout}) at {paths(params)[index]!r}, expected a strided "
-                "one. Use Embedding(sparse=False), or call .to_dense() in the loss function."
+                f"loss_fn: found a sparse gradient ({grad.layout}) at {paths(self._params)[self._wanted[place]]!r}, "
+                "expected a strided one. Use Embedding(sparse=False), or call .to_dense() in the loss function."
             )
-        tree[index] = _weighted(grad, loss_weight)
-    scaled = new(
-        ScaledGrads, tree=flat.unflatten(tree), scale=scaler.scale, weight=weight_tensor(loss_weight, scaler.scale)
-    )
-    return ScaledBackward(scaled, value, (aux, buffers) if has_buffers else aux)
 
 
 def check_loss_fn(loss_fn: Any) -> None:
@@ -281,6 +317,16 @@ def _func_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[l
 
 
 def _autograd_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
+    leaves, scaled, (value, tensors) = recorded(scaled_loss, leaves)
+    if scaled.requires_grad:
+        grads = list(torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True))
+    else:  # a loss that ignores every parameter: zeros, as torch.func gives
+        grads = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
+    return grads, (value.detach(), [tensor.detach() for tensor in tensors])
+
+
+def recorded(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[list[Tensor], Tensor, Any]:
+    """The scaled loss with its autograd graph, and the leaves of that graph."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         raise RuntimeError(
             "backend='autograd' records nothing inside torch.inference_mode(), and every gradient would be zero. "
@@ -288,12 +334,8 @@ def _autograd_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tup
         )
     leaves = [_recordable(leaf).requires_grad_() for leaf in leaves]
     with torch.enable_grad():
-        scaled, (value, tensors) = scaled_loss(leaves)
-    if scaled.requires_grad:
-        grads = list(torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True))
-    else:  # a loss that ignores every parameter: zeros, as torch.func gives
-        grads = [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
-    return grads, (value.detach(), [tensor.detach() for tensor in tensors])
+        scaled, out = scaled_loss(leaves)
+    return leaves, scaled, out
 
 
 def _recordable(leaf: Tensor) -> Tensor:
@@ -303,7 +345,7 @@ def _recordable(leaf: Tensor) -> Tensor:
     return leaf.detach()
 
 
-def _weighted(grad: Tensor, weight: float | Tensor) -> Tensor:
+def weighted(grad: Tensor, weight: float | Tensor) -> Tensor:
     """`weight * grad`, in float32; zero where the weight is, even if the gradient is NaN."""
     if _is_one(weight):
         return grad

@@ -11,9 +11,20 @@ from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_plain, denominator
 from functional_amp.checks import LARGEST, check_number
-from functional_amp.transform import stage
-from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like, with_fields
-from functional_amp.unscale import gradient_leaves, largest, norm_dtype
+from functional_amp.transform import stage, transformed
+from functional_amp.tree import (
+    PyTree,
+    accumulation_dtype,
+    flatten_tensors,
+    is_differentiable,
+    like,
+    map_tensors,
+    scalar_dtype,
+    with_fields,
+)
+from functional_amp.unscale import all_finite, blocked, gradient_leaves, largest, norm_dtype, usable
+
+_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Clipped(NamedTuple):
@@ -100,10 +111,7 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
     max_norm, norm_type, eps = None if max_norm is None else float(max_norm), float(norm_type), float(eps)
     if isinstance(grads, ScaledGrads):
         norm = _scaled_norm(grads, norm_type)
-        if max_norm is None:
-            return Clipped(grads, norm.value())
-        scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale).to(torch.float32)
-        return Clipped(with_fields(grads, scale=scale), norm.value())
+        return Clipped(_clipped(grads, norm, max_norm, eps), norm.value())
 
     check_plain(grads, "grads")
     flat = flatten_tensors(grads, "grads")
@@ -113,6 +121,40 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
     coefficient = _coefficient(norm, max_norm, eps)
     leaves = [_multiplied(leaf, coefficient) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
     return Clipped(flat.unflatten(leaves), norm.value())
+
+
+class Measured(NamedTuple):
+    """What gradients are to be divided by, clipping included; their norm before it; whether they may be applied."""
+
+    divisor: Tensor
+    norm: Tensor
+    finite: Tensor
+
+
+def measured(grads: ScaledGrads, max_norm: float | None, *, norm_type: float = 2.0, eps: float = 0.0) -> Measured:
+    """`all_finite`, `unscale` and `clip` as numbers: one read of float32 gradients tells all three."""
+    if transformed():
+        may_flow = all_finite(grads)
+        grads = map_tensors(lambda leaf: blocked(leaf, may_flow) if is_differentiable(leaf) else leaf, grads)
+    norm = _scaled_norm(grads, float(norm_type))
+    divisor = denominator(grads)
+    finite = norm.finite & like(usable(divisor), norm.finite)
+    if norm_type == 2 and all(map(_fits_one_read, gradient_leaves(grads.tree))):
+        finite = finite & torch.isfinite(norm.value())
+    else:
+        finite = finite & like(all_finite(grads), finite)
+    if max_norm is not None:
+        divisor = divisor.to(scalar_dtype(divisor.device))
+        divisor = divisor / like(_coefficient(norm, float(max_norm), float(eps)), divisor)
+        finite = finite & like(usable(divisor.to(torch.float32)), finite)
+    return Measured(divisor, norm.value(), like(finite, divisor))
+
+
+def _clipped(grads: ScaledGrads, norm: _Norm, max_norm: float | None, eps: float) -> ScaledGrads:
+    if max_norm is None:
+        return grads
+    scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale).to(torch.float32)
+    return with_fields(grads, scale=scale)
 
 
 def _scaled_norm(grads: ScaledGrads, norm_type: float) -> _Norm:
@@ -128,6 +170,52 @@ def _scaled_norm(grads: ScaledGrads, norm_type: float) -> _Norm:
 
 def _norm(leaves: Sequence[Tensor], norm_type: float) -> _Norm:
     leaves = [leaf for leaf in leaves if leaf.numel()]
+    if norm_type == 2 and leaves and not transformed() and all(map(_fits_one_read, leaves)):
+        return _norm_in_one_read(leaves)
+    return _norm_in_units(leaves, norm_type)
+
+
+def _fits_one_read(leaf: Tensor) -> bool:
+    return leaf.dtype in _SINGLE and leaf.device.type in ("cpu", "cuda")
+
+
+def _norm_in_one_read(leaves: list[Tensor]) -> _Norm:
+    """The 2-norm of leaves of at most 32 bits, each read once.
+
+    A double holds the square of every float32. A CPU adds doubles slowly unless the compiler
+    vectorizes them: its operator adds float32 and looks whether that was enough.
+    """
+    if not torch.compiler.is_compiling() and all(type(leaf) is Tensor and leaf.is_cpu for leaf in leaves):
+        mantissa, unit = torch.ops.functional_amp.norm(leaves)
+        return _Norm(mantissa, unit, torch.isfinite(mantissa))
+    if torch.compiler.is_compiling():
+        squares = [leaf.to(torch.float64).square().sum() for leaf in leaves]
+        norm = torch.stack([like(square, leaves[0]) for square in squares]).sum().sqrt()
+    else:
+        norms = torch._foreach_norm(leaves, 2, dtype=torch.float64)
+        norm = torch.linalg.vector_norm(torch.stack([like(norm, leaves[0]) for norm in norms]))
+    unit = _unit(torch.where(torch.isfinite(norm), norm, 1).to(torch.float32), 2.0)
+    mantissa = (norm / unit).to(torch.float32)
+    return _Norm(mantissa, unit, torch.isfinite(mantissa))
+
+
+def _norm_on_cpu(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(leaves, 2, dtype=torch.float32)))
+    with torch._C.DisableTorchFunction():  # a kernel, below the modes that watch calls, as torch's own are
+        plain = 2.0**-45 < norm.item() < 2.0**60
+    if plain:
+        return norm, torch.ones_like(norm)
+    mantissa, unit, _ = _norm_in_units(leaves, 2.0)
+    return mantissa, unit
+
+
+_LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")
+_LIBRARY.define("norm(Tensor[] leaves) -> (Tensor, Tensor)")
+_LIBRARY.impl("norm", _norm_on_cpu, "CPU")
+
+
+def _norm_in_units(leaves: Sequence[Tensor], norm_type: float) -> _Norm:
+    """Any norm in two reads: the largest element gives the unit of the sum."""
     peak = largest(leaves)
     finite = torch.isfinite(peak)
     if not leaves:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_amp.backward import ScaledGrads
 from functional_amp.checks import check_number
-from functional_amp.step import TrainState
+from functional_amp.state import TrainState
 from functional_amp.tree import PyTree, flatten_tensors, is_differentiable, paths
 from functional_amp.unscale import largest
 

@@ -57,7 +57,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
-            _check_dtype(getattr(self, name), name)
+            check_dtype(getattr(self, name), name)
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -112,7 +112,7 @@ def cast_floating(tree: PyTree, dtype: torch.dtype) -> PyTree:
     >>> cast_floating({"x": torch.ones(1), "n": torch.ones(1, dtype=torch.int64)}, torch.float16)
     {'x': tensor([1.], dtype=torch.float16), 'n': tensor([1])}
     """
-    _check_dtype(dtype, "dtype")
+    check_dtype(dtype, "dtype")
     return map_tensors(
         lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
     )
@@ -176,7 +176,7 @@ def autocast(loss_fn: LossFn, dtype: torch.dtype, *, device_type: str | None = N
     tensor(2.)
     """
     check_loss_fn(loss_fn)
-    _check_dtype(dtype, "dtype")
+    check_dtype(dtype, "dtype")
     if device_type is not None and not isinstance(device_type, str):
         raise TypeError(f"device_type: found {device_type!r}, expected 'cuda', 'cpu' or None for the parameters' own.")
 
@@ -198,7 +198,7 @@ def _position(function: Callable[..., Any], name: str) -> int | None:
     return names.index(name) if name in names else None
 
 
-def _check_dtype(dtype: Any, name: str) -> None:
+def check_dtype(dtype: Any, name: str) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"{name}: found {dtype!r}, expected a floating-point torch.dtype such as torch.float16.")
 

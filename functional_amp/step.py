@@ -1,33 +1,37 @@
-"""The whole step: maybe_step, TrainState, init_state, make_step."""
+"""The whole step: maybe_step, make_step."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from functional_amp.accumulate import accumulate
-from functional_amp.backward import Backend, Loss, ScaledGrads, as_loss, check_backend, check_loss_fn, scale_backward
-from functional_amp.clip import check_clip, clip
-from functional_amp.optim.base import Optimizer, check_optimizer, init_with, matched, step_with
-from functional_amp.random import seeded
-from functional_amp.scaler import DynamicScale, Scaler, check_finite, check_scaler, update_scale
-from functional_amp.transform import stage, transformed
-from functional_amp.tree import (
-    PyTree,
-    flatten_tensors,
-    is_differentiable,
-    like,
-    map_tensors,
-    register,
-    select,
-    with_fields,
+from functional_amp.backward import (
+    Backend,
+    Loss,
+    ScaledGrads,
+    as_loss,
+    check_backend,
+    check_loss_fn,
+    denominator,
+    scale_backward,
 )
-from functional_amp.unscale import unscale
+from functional_amp.clip import check_clip, measured
+from functional_amp.compiled import Compile, compiled
+from functional_amp.donate import Added, Lineage, accumulate_in_place, donated
+from functional_amp.optim.base import Optimizer, check_optimizer, transact
+from functional_amp.precision import cast_floating, check_dtype
+from functional_amp.random import seeded
+from functional_amp.scaler import check_finite, update_scale
+from functional_amp.scan import scan_window
+from functional_amp.state import Metrics, TrainState, Window
+from functional_amp.transform import stage, transformed
+from functional_amp.tree import PyTree, into, like, map_tensors, select, with_fields
 
 R = TypeVar("R")
 
@@ -72,74 +76,8 @@ def maybe_step(
     check_finite(finite)
     if finite.dim() != 0:
         raise ValueError(f"finite: found shape {tuple(finite.shape)}, expected a 0-dim flag. Reduce it with torch.all.")
-    if isinstance(grads, ScaledGrads):
-        grads = unscale(grads).grads
-    matched(params, grads, "grads")
-    if transformed():
-        # Under an outer derivative the branch not taken must be finite as well: 0 * NaN is NaN.
-        grads = map_tensors(lambda g: torch.where(like(finite, g), g, 1) if is_differentiable(g) else g, grads)
-    else:
-        params = map_tensors(lambda p: p.detach() if p.requires_grad else p, params)
-    new_params, new_opt_state = step_with(optimizer, grads, opt_state, params)
-    return Stepped(select(finite, new_params, params, "params"), select(finite, new_opt_state, opt_state, "opt_state"))
-
-
-@dataclass(frozen=True, eq=False)
-class Window:
-    """The open window: what its micro-batches have given so far.
-
-    Attributes:
-        grads: the sum of their gradients, with its scale and weight.
-        loss: float32, 0-dim; the weighted sum of their losses.
-        buffers: the buffers after the last one; those of the state are kept until the window closes.
-    """
-
-    grads: ScaledGrads
-    loss: Tensor
-    buffers: PyTree
-
-
-@dataclass(frozen=True, eq=False)
-class TrainState:
-    """All the state of a training run, as one value.
-
-    Attributes:
-        params, opt_state, scaler, buffers: as of the last applied update.
-        window: the open window, None between windows.
-        applied, skipped, skipped_in_a_row: int32, 0-dim; windows that moved the parameters, windows
-            that did not, and how many of these came last.
-    """
-
-    params: PyTree
-    opt_state: PyTree
-    scaler: Any
-    buffers: PyTree
-    window: Window | None
-    applied: Tensor
-    skipped: Tensor
-    skipped_in_a_row: Tensor
-
-
-register(Window, ("grads", "loss", "buffers"))
-register(TrainState, ("params", "opt_state", "scaler", "buffers", "window", "applied", "skipped", "skipped_in_a_row"))
-
-
-class Metrics(NamedTuple):
-    """What a window was like: 0-dim tensors on the device, for nobody in the step to read.
-
-    Attributes:
-        loss: the weighted mean of the losses of its micro-batches, unscaled; 0 without weight.
-        grad_norm: the global norm before clipping, in true units.
-        finite: whether the gradients were.
-        scale: the loss scale that this window used.
-        weight: its total weight.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    finite: Tensor
-    scale: Tensor
-    weight: Tensor
+    tree, divisor = (grads.tree, denominator(grads)) if isinstance(grads, ScaledGrads) else (grads, None)
+    return Stepped(*transact(optimizer, tree, opt_state, params, divisor, finite, donate=False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +87,12 @@ class Step:
     Attributes:
         accumulate: `(state, micro_batch) -> state`.
         update: `state -> (state, metrics)`; closes the window.
+        scanned: what `scan` runs in place of the two, where it is compiled by itself.
     """
 
     accumulate: Callable[[TrainState, Any], TrainState]
     update: Callable[[TrainState], tuple[TrainState, Metrics]]
+    scanned: Callable[[TrainState, Any], tuple[TrainState, Metrics]] | None = None
 
     def __call__(
         self, state: TrainState, micro_batches: Iterable[Any], *, seed: int | None = None
@@ -189,39 +129,17 @@ class Step:
             raise ValueError("micro_batches: found an empty window, expected at least one micro-batch.")
         return self.update(state)
 
+    def scan(self, state: TrainState, micro_batches: PyTree) -> tuple[TrainState, Metrics]:
+        """One update from micro-batches that are stacked along a first dimension.
 
-@stage
-def init_state(
-    params: PyTree, optimizer: Optimizer | Any, scaler: Scaler | None = None, buffers: PyTree = None
-) -> TrainState:
-    """The state before the first window.
+        Compiled it is one graph with one micro-step in it, whatever the length of the window.
 
-    Args:
-        params: a pytree of tensors; those that require grad are detached.
-        optimizer: gives the optimizer state by its `init`.
-        scaler: by default `DynamicScale()`. It moves to the device of the parameters.
-        buffers: a pytree of tensors that the loss function takes and returns, or None.
-
-    Raises:
-        TypeError: for leaves that are no tensors, something that is no scaler or optimizer.
-
-    >>> import torch
-    >>> from functional_amp import sgd
-    >>> init_state({"w": torch.ones(2)}, sgd(lr=0.1)).scaler.scale
-    tensor(65536.)
-    """
-    scaler = DynamicScale() if scaler is None else scaler
-    check_scaler(scaler)
-    leaves = [leaf for leaf in flatten_tensors(params, "params").leaves if leaf is not None]
-    flatten_tensors(buffers, "buffers")
-    if leaves:
-        scaler = cast(Scaler, map_tensors(lambda leaf: leaf.to(leaves[0].device), scaler))
-    if not transformed():
-        params = map_tensors(lambda leaf: leaf.detach(), params)
-        buffers = map_tensors(lambda leaf: leaf.detach(), buffers)
-    # One tensor each: torch.compile guards on two inputs being the same object, and they never are again.
-    counters = [torch.zeros_like(scaler.scale, dtype=torch.int32) for _ in range(3)]
-    return TrainState(params, init_with(optimizer, params), scaler, buffers, None, *counters)
+        Raises:
+            ValueError: for leaves that are not tensors of one first size, naming them; for an empty window.
+        """
+        if self.scanned is not None:
+            return self.scanned(state, micro_batches)
+        return self.update(scan_window(self.accumulate, state, micro_batches))
 
 
 def make_step(
@@ -232,6 +150,9 @@ def make_step(
     norm_type: float = 2.0,
     clip_eps: float = 0.0,
     backend: Backend = "func",
+    compute_dtype: torch.dtype | None = None,
+    donate: bool = False,
+    compile: Compile = False,
 ) -> Step:
     """Composes the six functions into a step.
 
@@ -242,15 +163,25 @@ def make_step(
         max_norm: the largest global norm of the gradients, in true units; None turns clipping off.
         norm_type, clip_eps: `clip`'s `norm_type` and `eps`.
         backend: `scale_backward`'s.
+        compute_dtype: the loss function is given copies of the float parameters in this dtype, made
+            once a window; their gradients are added in float32.
+        donate: the state that is passed in is used up, and its storage holds the next one: the same
+            values at the peak memory of an imperative loop. Reading a state that was given away
+            raises RuntimeError. In eager mode the autograd engine adds each gradient as it is made,
+            with both backends; they differ where autocast casts one weight several times.
+        compile: True compiles `accumulate`, `update` and `scan`, each at its first call and to one
+            graph; a dict is passed on to `torch.compile` (`{"mode": "max-autotune"}`). A window of
+            micro-batches stays a Python loop, never unrolled.
 
     Returns:
-        A `Step`. A window without weight is not applied; the scale then counts it as a clean one.
+        A `Step`. A window without weight is not applied; the scale then counts it as a clean one. A
+        window whose norm is no float32 counts as overflow.
 
     Raises:
         TypeError, ValueError: for a loss function or an optimizer that is none, bad hyperparameters, at once.
 
     >>> import torch
-    >>> from functional_amp import StaticScale, sgd
+    >>> from functional_amp import StaticScale, init_state, sgd
     >>> optimizer = sgd(lr=0.5)
     >>> step = make_step(lambda p, x: ((p - x) ** 2).mean(), optimizer)
     >>> state = init_state(torch.zeros(1), optimizer, StaticScale(8.0))
@@ -262,6 +193,10 @@ def make_step(
     check_optimizer(optimizer)
     check_clip(max_norm, norm_type, clip_eps)
     check_backend(backend)
+    if compute_dtype is not None:
+        check_dtype(compute_dtype, "compute_dtype")
+    if not isinstance(donate, bool):
+        raise TypeError(f"donate: found {type(donate).__name__} {donate!r}, expected True or False.")
 
     def windowed_loss(params: PyTree, micro_batch: Any, buffers: PyTree) -> Loss:
         loss = as_loss(loss_fn(params, micro_batch) if buffers is None else loss_fn(params, micro_batch, buffers))
@@ -271,17 +206,30 @@ def make_step(
             )
         return with_fields(loss, aux=buffers if loss.buffers is None else loss.buffers, buffers=None)
 
+    def add(donate: bool, total: ScaledGrads | None, state: TrainState, params: PyTree, *batch: Any) -> Added:
+        if donate and not torch.compiler.is_compiling() and not transformed() and not torch.is_inference_mode_enabled():
+            return accumulate_in_place(windowed_loss, state.scaler, params, total, *batch)
+        grads, loss, aux = scale_backward(windowed_loss, state.scaler, params, *batch, backend=backend)
+        added = accumulate(total, grads)
+        if donate and torch.compiler.is_compiling():
+            # The first sum may be a view of a tensor of the loss function's; the compiler drops a needless copy.
+            added = (
+                with_fields(added, tree=map_tensors(torch.clone, added.tree)) if total is None else into(total, added)
+            )
+        return Added(added, grads.weight, loss, aux)
+
     @stage
-    def accumulate_window(state: TrainState, micro_batch: Any) -> TrainState:
+    def accumulate_window(state: TrainState, micro_batch: Any, donate: bool = donate) -> TrainState:
         window = state.window
-        buffers = state.buffers if window is None else window.buffers
-        grads, loss, buffers = scale_backward(
-            windowed_loss, state.scaler, state.params, micro_batch, buffers, backend=backend
-        )
-        loss = torch.where(grads.weight == 0, 0, loss * like(grads.weight, loss))
         if window is None:
-            return with_fields(state, window=Window(accumulate(None, grads), loss, buffers))
-        return with_fields(state, window=Window(accumulate(window.grads, grads), window.loss + loss, buffers))
+            params = state.params if compute_dtype is None else cast_floating(state.params, compute_dtype)
+            grads, weight, loss, buffers = add(donate, None, state, params, micro_batch, state.buffers)
+        else:
+            params = state.params if window.params is None else window.params
+            grads, weight, loss, buffers = add(donate, window.grads, state, params, micro_batch, window.buffers)
+        loss = torch.where(weight == 0, 0, loss * like(weight, loss))
+        loss = loss if window is None else window.loss + loss
+        return with_fields(state, window=Window(grads, loss, buffers, None if compute_dtype is None else params))
 
     @stage
     def update(state: TrainState) -> tuple[TrainState, Metrics]:
@@ -289,16 +237,18 @@ def make_step(
         if window is None:
             raise ValueError("update: found no open window, expected step.accumulate(state, micro_batch) before it.")
         weight = window.grads.weight
-        grads, finite = unscale(window.grads)
-        grads, norm = clip(grads, max_norm, norm_type=norm_type, eps=clip_eps)
+        divisor, norm, finite = measured(window.grads, max_norm, norm_type=norm_type, eps=clip_eps)
         applied = finite & (weight > 0)
-        params, opt_state = maybe_step(optimizer, state.params, state.opt_state, grads, applied)
+        params, opt_state = transact(
+            optimizer, window.grads.tree, state.opt_state, state.params, divisor, applied, donate=donate
+        )
         scaler = update_scale(state.scaler, finite)
+        buffers = select(applied, window.buffers, state.buffers, "buffers")
         next_state = TrainState(
             params,
             opt_state,
             scaler,
-            buffers=select(applied, window.buffers, state.buffers, "buffers"),
+            buffers=into(state.buffers, buffers) if donate and not transformed() else buffers,
             window=None,
             applied=state.applied + applied,
             skipped=state.skipped + ~applied,
@@ -307,7 +257,18 @@ def make_step(
         loss = window.loss / torch.where(weight == 0, 1, weight)
         return next_state, Metrics(loss, norm, finite, state.scaler.scale, weight)
 
-    return Step(_on_state(accumulate_window), _on_state(update))
+    @stage
+    def scanned(state: TrainState, micro_batches: Any) -> tuple[TrainState, Metrics]:
+        in_place = donate and not torch.compiler.is_compiling()  # the body of a scan may write to nothing
+        return update(scan_window(functools.partial(accumulate_window, donate=in_place), state, micro_batches))
+
+    lineage: Lineage = []
+
+    def finished(half: Callable[..., R]) -> Callable[..., R]:
+        half = compiled(half, compile, backend)
+        return _on_state(donated(half, lineage) if donate else half)
+
+    return Step(finished(accumulate_window), finished(update), finished(scanned))
 
 
 def _on_state(function: Callable[..., R]) -> Callable[..., R]:

@@ -187,6 +187,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return _ACCUMULATION_DTYPES.get(dtype, torch.float32)
 
 
+def widened(leaf: Any) -> Any:
+    """A leaf in the dtype of sums and updates: 512 bf16 additions of 2**-9 to 1 would leave 1."""
+    return leaf.to(accumulation_dtype(leaf.dtype)) if is_differentiable(leaf) else leaf
+
+
+def divided(leaf: Any, divisor: Tensor) -> Any:
+    """A float or complex leaf over a 0-dim divisor, widened first."""
+    return widened(leaf) / like(divisor, leaf) if is_differentiable(leaf) else leaf
+
+
 def scalar_dtype(device: torch.device) -> torch.dtype:
     """The dtype for 0-dim arithmetic that Python would do in double: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -316,6 +326,23 @@ def select(condition: Tensor, new: PyTree, old: PyTree, what: str = "select") ->
         check_leaf(after, before, path, what, "the tree before", dtype=True)
         selected.append(torch.where(like(condition, before), after, before))
     return new_flat.unflatten(selected)
+
+
+def into(old: PyTree, new: PyTree) -> PyTree:
+    """The new tree, written into the storage of the old one; 0-dim leaves stay new.
+
+    In a compiled graph this is what makes the compiler write in place.
+    """
+    old_flat, new_flat = flatten(old), flatten(new)
+    if old_flat.spec != new_flat.spec:
+        return new
+    leaves = [
+        before.copy_(after)
+        if isinstance(before, Tensor) and after is not before and before.dim() and before.dtype == after.dtype
+        else after
+        for before, after in zip(old_flat.leaves, new_flat.leaves, strict=True)
+    ]
+    return new_flat.unflatten(leaves)
 
 
 def split(tree: PyTree, predicate: Callable[[str, Any], bool]) -> tuple[PyTree, PyTree]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_plain, check_scaled, denominator
 from functional_amp.transform import stage, transformed
-from functional_amp.tree import PyTree, accumulation_dtype, flatten_tensors, is_differentiable, like
+from functional_amp.tree import PyTree, divided, flatten_tensors, is_differentiable, like
 
 
 class Unscaled(NamedTuple):
@@ -69,29 +69,29 @@ def unscale(grads: ScaledGrads) -> Unscaled:
     flat = flatten_tensors(grads.tree, "grads")
     divisor = denominator(grads)
     finite = _finite([leaf for leaf in flat.leaves if is_differentiable(leaf)], divisor)
-    divisor = _blocked(divisor, finite)
-    leaves = [
-        _blocked(leaf, finite).to(accumulation_dtype(leaf.dtype)) / like(divisor, leaf)
-        if is_differentiable(leaf)
-        else leaf
-        for leaf in flat.leaves
-    ]
+    divisor = blocked(divisor, finite)
+    leaves = [divided(blocked(leaf, finite), divisor) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
     return Unscaled(flat.unflatten(leaves), finite)
 
 
-def _blocked(leaf: Tensor, finite: Tensor) -> Tensor:
+def blocked(leaf: Tensor, finite: Tensor) -> Tensor:
     """The leaf; a constant to an outer derivative where the gradients are not finite, as 0 * NaN is NaN."""
     return torch.where(like(finite, leaf), leaf, leaf.detach()) if transformed() else leaf
 
 
 def _finite(leaves: Sequence[Tensor], divisor: Tensor) -> Tensor:
-    usable = torch.isfinite(divisor) & (divisor > 0)
+    finite = usable(divisor)
     # Division is monotone: the quotients of a dtype are finite if and only if the largest one is.
     for wide in (False, True):
         group = [leaf for leaf in leaves if (norm_dtype([leaf]) == torch.float64) is wide]
         if group:
-            usable = usable & torch.isfinite(like(largest(group), divisor) / divisor)
-    return usable
+            finite = finite & torch.isfinite(like(largest(group), divisor) / divisor)
+    return finite
+
+
+def usable(divisor: Tensor) -> Tensor:
+    """Whether gradients can be divided by it; a scale * weight outside float32 counts as overflow."""
+    return torch.isfinite(divisor) & (divisor > 0)
 
 
 def gradient_leaves(grads: PyTree, what: str = "grads") -> list[Tensor]:

@@ -45,7 +45,7 @@ class Rule:
         return getattr(fa, self.name.lower())(**{**self.hyper, **replaced})
 
     def theirs(self, params: Any, **replaced: Any) -> torch.optim.Optimizer:
-        return getattr(torch.optim, self.name)(params, **{**self.hyper, **replaced}, foreach=False, fused=False)
+        return getattr(torch.optim, self.name)(params, **{"foreach": False, "fused": False, **self.hyper, **replaced})
 
 
 RULES = (
@@ -123,10 +123,11 @@ def run_theirs(
     *,
     groups: Callable[[dict[str, nn.Parameter]], Any] = lambda leaves: list(leaves.values()),
     before_step: Callable[[torch.optim.Optimizer, int], None] = lambda optimizer, index: None,
+    fused: bool = False,
 ) -> tuple[list[Tensors], torch.optim.Optimizer, dict[str, nn.Parameter]]:
     """The parameters after each update by torch.optim; a gradient of None is `grad = None`."""
     leaves = {name: nn.Parameter(value.clone()) for name, value in params.items()}
-    optimizer = rule.theirs(groups(leaves))
+    optimizer = rule.theirs(groups(leaves), fused=fused)
     trajectory = []
     for index, grads in enumerate(updates):
         before_step(optimizer, index)
@@ -321,9 +322,10 @@ def test_a_leaf_without_a_gradient_keeps_its_tensors(rule):
         assert not torch.equal(tree["vector"], getattr(opt_state, slot)["vector"])
     update, again = optimizer.update(grads, opt_state, params)
     assert update["matrix"] is None and same_bits(again, after)
-    # maybe_step may copy, and changes as little.
+    # maybe_step may run another kernel, and changes as little.
     stepped = fa.maybe_step(optimizer, params, opt_state, grads, GOOD)
-    assert same_bits(tuple(stepped), (moved, after))
+    assert stepped.params["matrix"] is params["matrix"]
+    torch.testing.assert_close(tuple(stepped), (moved, after), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "dampening" not in rule.hyper], ids=lambda rule: rule.name)
@@ -501,7 +503,8 @@ def test_outputs_carry_no_graph_for_parameters_that_require_grad(name):
 def test_skipped_updates_leave_no_trace_in_a_run(rule, seed, good):
     params, updates = draws(seed)
     taken = [grads for grads, flag in zip(updates, good, strict=True) if flag]
-    expected, optimizer, leaves = run_theirs(rule, params, taken)
+    # maybe_step runs torch's fused kernels; with dampening, the first step is one of its own.
+    expected, optimizer, leaves = run_theirs(rule, params, taken, fused=not rule.hyper.get("dampening"))
 
     ours = rule.ours()
     opt_state, end = ours.init(params), params

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_amp.checks import check_non_negative, check_unit_interval
-from functional_amp.optim.base import LeafRule, Move, Optimizer, per_leaf, zeros
-from functional_amp.optim.schedules import LearningRate, check_learning_rate, learning_rate
+from functional_amp.optim.base import Optimizer
+from functional_amp.optim.per_leaf import LeafRule, Move, per_leaf, zeros
+from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
 from functional_amp.transform import transformed
 from functional_amp.tree import PyTree, like, scalar_dtype
 
@@ -117,7 +118,34 @@ def _adam(
 
         return leaf_rule
 
-    return per_leaf(AdamState, [zeros, zeros], rule)
+    fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+
+    def kernel(
+        params: list[Tensor],
+        grads: list[Tensor],
+        slots: list[list[Tensor]],
+        count: Tensor,
+        divisor: Tensor | None,
+        skip: Tensor,
+    ) -> None:
+        fused(
+            params,
+            grads,
+            *slots,
+            [],
+            [(count + 1).float()] * len(params),
+            lr=kernel_rate(lr, count),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=skip,
+        )
+
+    return per_leaf(AdamState, [zeros, zeros], rule, kernel)
 
 
 def _sqrt(v: Tensor) -> Tensor:

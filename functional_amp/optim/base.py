@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from functional_amp.transform import stage
+from functional_amp.transform import stage, transformed
 from functional_amp.tree import (
     Flat,
     PyTree,
-    accumulation_dtype,
     check_leaf,
     check_structure,
-    flatten,
+    divided,
     flatten_tensors,
+    into,
     is_differentiable,
+    like,
+    map_tensors,
     paths,
+    select,
+    widened,
 )
 
 Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -41,18 +45,6 @@ class Optimizer(NamedTuple):
     step: Update | None = None
 
 
-class Move(NamedTuple):
-    """What an update does to a leaf: `p * (1 - decay) + alpha * direction`."""
-
-    decay: float | Tensor
-    alpha: float | Tensor
-    direction: Tensor
-
-
-LeafRule: TypeAlias = Callable[..., tuple[Move, tuple[Tensor | None, ...]]]
-RuleAt: TypeAlias = Callable[[Tensor], LeafRule]
-
-
 def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
     """The new parameters and state, by whatever the optimizer offers.
 
@@ -70,6 +62,55 @@ def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) 
         _refuse(optimizer)
     updates, opt_state = _pair(update(grads, opt_state, params), "update", "(updates, opt_state)")
     return apply_updates(params, updates), opt_state
+
+
+def transact(
+    optimizer: Any,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    divisor: Tensor | None,
+    applied: Tensor,
+    *,
+    donate: bool,
+) -> tuple[PyTree, PyTree]:
+    """The parameters and the state after an update with `grads / divisor`, or as they were where not `applied`.
+
+    In eager mode by the `fused` attribute of the optimizer's `step`, a function of these arguments,
+    where there is one: the same update in one pass.
+
+    Args:
+        divisor: the units that the gradients carry; None for true units.
+        applied: 0-dim bool tensor.
+        donate: writes into the storage of `params` and `opt_state`; `grads` may be overwritten.
+    """
+    _, _, step = _functions(optimizer)
+    fused = getattr(step, "fused", None)
+    if fused is not None and not (torch.compiler.is_compiling() or transformed()):
+        return fused(grads, opt_state, params, divisor, applied, donate)
+    matched(params, grads, "grads")
+    if transformed():
+        # Under an outer derivative the branch not taken must be finite as well: 0 * NaN is NaN.
+        divisor = None if divisor is None else torch.where(applied, divisor, 1)
+        grads = map_tensors(lambda g: torch.where(like(applied, g), g, 1) if is_differentiable(g) else g, grads)
+    else:
+        params = map_tensors(lambda p: p.detach() if p.requires_grad else p, params)
+    if divisor is not None:
+        grads = map_tensors(lambda g: divided(g, divisor), grads)
+    new_params, new_state = step_with(optimizer, grads, opt_state, params)
+    new_params, new_state = (
+        select(applied, new_params, params, "params"),
+        select(applied, new_state, opt_state, "opt_state"),
+    )
+    if donate and not transformed():
+        return into(params, new_params), into(opt_state, new_state)
+    return new_params, new_state
+
+
+def with_fused(step: Update, fused: Callable[..., tuple[PyTree, PyTree]]) -> Update:
+    """Attaches to a step what `transact` runs: who replaces the step of an optimizer replaces both."""
+    vars(step)["fused"] = fused
+    return step
 
 
 def init_with(optimizer: Any, params: PyTree) -> PyTree:
@@ -144,140 +185,27 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     return flat.unflatten(leaves)
 
 
-def widened(leaf: Tensor) -> Tensor:
-    """The leaf in the dtype of its optimizer arithmetic."""
-    return leaf.to(accumulation_dtype(leaf.dtype))
-
-
-def zeros(params: PyTree) -> PyTree:
-    """Zeros of the optimizer's dtype at each float or complex leaf, None elsewhere."""
-    flat = flatten_tensors(params, "params")
-    return flat.unflatten(
-        [
-            torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype), requires_grad=False)
-            if is_differentiable(leaf)
-            else None
-            for leaf in flat.leaves
-        ]
-    )
-
-
-def zero_count(params: PyTree) -> Tensor:
-    """The counter of applied updates: int32, 0-dim, on the device of the parameters."""
-    leaf = next((leaf for leaf in flatten_tensors(params, "params").leaves if leaf is not None), None)
-    return torch.zeros((), dtype=torch.int32, device=None if leaf is None else leaf.device)
-
-
-def nothing(params: PyTree) -> PyTree:
-    """A tree of None: the state that a leaf does not need."""
-    flat = flatten_tensors(params, "params")
-    return flat.unflatten([None] * len(flat.leaves))
-
-
-def per_leaf(state_type: type[Any], slots: Sequence[Callable[[PyTree], PyTree]], rule: RuleAt) -> Optimizer:
-    """An optimizer that treats each leaf by itself.
-
-    Args:
-        state_type: a NamedTuple of the count of applied updates and one tree a slot.
-        slots: what each of these trees is at first, from the parameters (`zeros`).
-        rule: `rule(count)` gives `leaf_rule(param, grad, *slots) -> (move, slots)`.
-    """
-
-    def rule_at(opt_state: Any) -> LeafRule:
-        if not isinstance(opt_state, state_type):
-            raise TypeError(
-                f"opt_state: found {type(opt_state).__name__}, expected {state_type.__name__}. "
-                "Take it from the init of this optimizer, or from its last update."
-            )
-        count = opt_state[0]
-        if not isinstance(count, Tensor) or count.dim() != 0:
-            raise TypeError(f"opt_state.step: found {count!r}, expected a 0-dim int32 tensor. Write torch.tensor(...).")
-        return rule(count)
-
-    def init(params: PyTree) -> Any:
-        return state_type(zero_count(params), *(slot(params) for slot in slots))
-
-    @stage
-    def update(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, Any]:
-        flat, moves, new_slots = _moves(rule_at(opt_state), grads, params, opt_state, slots)
-        updates = [None if m is None else _update(widened(p), m) for p, m in zip(flat.leaves, moves, strict=True)]
-        return flat.unflatten(updates), state_type(opt_state[0] + 1, *new_slots)
-
-    @stage
-    def step(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, Any]:
-        flat, moves, new_slots = _moves(rule_at(opt_state), grads, params, opt_state, slots)
-        leaves = [
-            p if m is None else _moved(widened(p), m).to(p.dtype) for p, m in zip(flat.leaves, moves, strict=True)
-        ]
-        return flat.unflatten(leaves), state_type(opt_state[0] + 1, *new_slots)
-
-    return Optimizer(init, update, step)
-
-
-def _moves(
-    leaf_rule: LeafRule, grads: PyTree, params: PyTree, opt_state: Any, slots: Sequence[Callable[[PyTree], PyTree]]
-) -> tuple[Flat, list[Move | None], list[PyTree]]:
-    """What the update does to each leaf of the parameters, and the new slots."""
-    flat, grad_flat = matched(params, grads, "grads")
-    names = [f"opt_state.{name}" for name in opt_state._fields[1:]]
-    kept, unused = opt_state[1 : 1 + len(slots)], opt_state[1 + len(slots) :]
-    if flatten(unused).leaves:
-        raise TypeError(
-            f"{names[len(slots)]}: found a tree, expected (), as this optimizer keeps none. "
-            "Take the state from the init of this very optimizer."
-        )
-    names = names[: len(slots)]
-    slot_flats = [matched(params, tree, name)[1] for tree, name in zip(kept, names, strict=True)]
-    moves: list[Move | None] = []
-    new_slots: list[list[Tensor | None]] = [[] for _ in slots]
-    for index, (param, grad, *state) in enumerate(
-        zip(flat.leaves, grad_flat.leaves, *(slot.leaves for slot in slot_flats), strict=True)
-    ):
-        if grad is None or param is None or not is_differentiable(param):
-            moves.append(None)
-            new_state = state
-        else:
-            dtype = accumulation_dtype(param.dtype)
-            for name, leaf in zip(names, state, strict=True):
-                found = leaf if leaf is None else leaf.dtype
-                if found != dtype:
-                    raise TypeError(
-                        f"{name}: found {found} at {paths(params)[index]!r}, expected {dtype}. "
-                        "Take the state from the init of this very optimizer, and do not cast it."
-                    )
-            move, new_state = leaf_rule(widened(param), grad.to(dtype), *state)
-            moves.append(move)
-        for slot, value in zip(new_slots, new_state, strict=True):
-            slot.append(value)
-    return flat, moves, [slot.unflatten(values) for slot, values in zip(slot_flats, new_slots, strict=True)]
-
-
-def _moved(param: Tensor, move: Move) -> Tensor:
-    if isinstance(move.decay, Tensor) or move.decay != 0:
-        param = param * (1 - move.decay)
-    if isinstance(move.alpha, Tensor):
-        return param + move.alpha * move.direction
-    return torch.add(param, move.direction, alpha=move.alpha)
-
-
-def _update(param: Tensor, move: Move) -> Tensor:
-    update = move.alpha * move.direction
-    return update - move.decay * param if isinstance(move.decay, Tensor) or move.decay != 0 else update
-
-
 def matched(params: PyTree, tree: PyTree, what: str) -> tuple[Flat, Flat]:
     """Both trees flattened, after checking that the second fits the parameters."""
-    flat, other = flatten_tensors(params, "params"), flatten_tensors(tree, what)
+    flat = flatten_tensors(params, "params")
+    return flat, fitted(params, flat, tree, what)
+
+
+def fitted(params: PyTree, flat: Flat, tree: PyTree, what: str) -> Flat:
+    """A tree flattened, after checking that it fits the parameters."""
+    other = flatten_tensors(tree, what)
     check_structure(tree, other, params, flat, what, "params")
     for index, (leaf, param) in enumerate(zip(other.leaves, flat.leaves, strict=True)):
-        if leaf is None:
+        if leaf is None or leaf is param:
             continue
         if param is None:
             raise ValueError(f"{what}: found a tensor at {paths(params)[index]!r}, expected None as in params.")
+        if leaf.dtype is param.dtype and leaf.shape == param.shape:
+            continue
         check_leaf(leaf, param, lambda index=index: paths(params)[index], what, "params", dtype=False)
         if is_differentiable(param) != is_differentiable(leaf) or (leaf.is_complex() and not param.is_complex()):
             raise TypeError(
                 f"{what}: found {leaf.dtype} at {paths(params)[index]!r} for a parameter of {param.dtype}. "
                 "Cast it to the parameter's kind of number."
             )
-    return flat, other
+    return other

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_amp.optim.base import Optimizer, matched, nothing, step_with
+from functional_amp.optim.base import Optimizer, matched, step_with, transact, with_fused
+from functional_amp.optim.per_leaf import nothing
 from functional_amp.transform import stage
 from functional_amp.tree import PyTree, flatten, merge, paths
 
@@ -113,4 +114,20 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
             stepped.append(mine)
         return merge(*stepped), states
 
-    return Optimizer(init, update, step)
+    @stage
+    def fused(
+        grads: PyTree, opt_state: dict[str, Any], params: PyTree, divisor: Tensor | None, applied: Tensor, donate: bool
+    ) -> tuple[PyTree, dict[str, Any]]:
+        matched(params, grads, "grads")
+        check_state(opt_state)
+        names = labels(params)
+        stepped, states = [], {}
+        for name, optimizer in optimizers.items():
+            mine, states[name] = part(params, names, name), opt_state[name]
+            if optimizer is not None:
+                given = part(grads, names, name), opt_state[name], mine
+                mine, states[name] = transact(optimizer, *given, divisor, applied, donate=donate)
+            stepped.append(mine)
+        return merge(*stepped), states
+
+    return Optimizer(init, update, with_fused(step, fused))

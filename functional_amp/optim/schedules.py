@@ -140,6 +140,12 @@ def learning_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
     return rate
 
 
+def kernel_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
+    """The same as a fused kernel takes it: a number, or a tensor on the device of the count."""
+    rate = learning_rate(lr, count)
+    return rate.detach().to(count.device) if isinstance(rate, Tensor) else rate
+
+
 def _check_rate(rate: Tensor, found: str) -> None:
     if not rate.is_floating_point():
         raise TypeError(f"lr: {found} a {rate.dtype} tensor, expected a floating-point one. Cast it with .float().")

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_non_negative, check_unit_interval
-from functional_amp.optim.base import LeafRule, Move, Optimizer, per_leaf, zeros
-from functional_amp.optim.schedules import LearningRate, check_learning_rate, learning_rate
+from functional_amp.optim.base import Optimizer
+from functional_amp.optim.per_leaf import LeafRule, Move, per_leaf, zeros
+from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
 from functional_amp.tree import PyTree, like
 
 
@@ -78,4 +79,28 @@ def sgd(
 
         return leaf_rule
 
-    return per_leaf(SGDState, [zeros] if momentum else [], rule)
+    def kernel(
+        params: list[Tensor],
+        grads: list[Tensor],
+        slots: list[list[Tensor]],
+        count: Tensor,
+        divisor: Tensor | None,
+        skip: Tensor,
+    ) -> None:
+        torch._fused_sgd_(
+            params,
+            grads,
+            slots[0] if momentum else [],
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=kernel_rate(lr, count),
+            dampening=dampening,
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=False,  # momentum * 0 + gradient is the first buffer
+            grad_scale=divisor,
+            found_inf=skip,
+        )
+
+    # With dampening the first step is another one, and which it is nobody may ask on the host.
+    return per_leaf(SGDState, [zeros] if momentum else [], rule, None if dampening else kernel)

@@ -1,0 +1,141 @@
+"""The in-place twin of the step: a state is given away, and its storage holds the next one."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from functional_amp.backward import Loss, Problem, ScaledGrads, recorded, weight_tensor, weighted
+from functional_amp.optim.per_leaf import owned
+from functional_amp.scaler import Scaler
+from functional_amp.state import TrainState, apart
+from functional_amp.transform import stage, transformed
+from functional_amp.tree import PyTree, flatten, like, new, widened, with_fields
+
+R = TypeVar("R")
+
+_GIVEN = (
+    "this TrainState was donated to a step, and its storage holds the next state. "
+    "Go on with the state that the step returned, or use make_step(..., donate=False)."
+)
+_LOST = (
+    "this TrainState is lost: a donating step raised after it had begun to write into it. "
+    "Go on from a checkpoint, or use make_step(..., donate=False), which never writes."
+)
+_LOST_WINDOW = (
+    "a donating step raised after it had begun to add to the open window, which is lost; params, opt_state, scaler "
+    "and buffers are as they were. Go on with dataclasses.replace(state, window=None), and repeat the window."
+)
+
+
+class Added(NamedTuple):
+    """The sum so far; the weight, the loss and the aux of the last micro-batch."""
+
+    grads: ScaledGrads
+    weight: Tensor
+    loss: Tensor
+    aux: PyTree
+
+
+@stage
+def accumulate_in_place(
+    loss_fn: Callable[..., Tensor | Loss],
+    scaler: Scaler,
+    params: PyTree,
+    total: ScaledGrads | None,
+    *batch: Any,
+) -> Added:
+    """`scale_backward` and `accumulate` in one: each gradient is added as the engine makes it.
+
+    The values are those of the two stages with backend="autograd", and there is never more than one
+    set of gradients.
+    """
+    problem = Problem(loss_fn, scaler, params, batch)
+    leaves, scaled, (value, tensors) = recorded(problem.scaled_loss, problem.leaves)
+    loss_weight, aux = problem.handed_out(tensors)
+    sums: list[Tensor | None] = [None] * len(leaves) if total is None else problem.of(flatten(total.tree).leaves)
+    ratio = None if total is None or total.scale is scaler.scale else total.scale / scaler.scale
+    added = [False] * len(leaves)
+
+    def add(index: int, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        problem.check_strided(leaf.grad, index)
+        grad, leaf.grad, added[index] = widened(weighted(leaf.grad, loss_weight)), None, True
+        grad = grad if ratio is None else grad * like(ratio, grad)
+        old, sums[index] = sums[index], None
+        # Only a sum of our own is written to: the first gradient may be a view of a user's tensor.
+        sums[index] = grad if old is None else old.add_(grad) if owned(old) else old + grad
+
+    for index, leaf in enumerate(leaves):
+        leaf.register_post_accumulate_grad_hook(functools.partial(add, index))
+    if scaled.requires_grad:
+        torch.autograd.backward(scaled, inputs=leaves)
+    for index, leaf in enumerate(leaves):
+        if not added[index] and sums[index] is None:
+            sums[index] = widened(torch.zeros_like(leaf, requires_grad=False))
+    weight = weight_tensor(loss_weight, scaler.scale)
+    grads = new(
+        ScaledGrads,
+        tree=problem.tree(sums),
+        scale=scaler.scale if total is None else total.scale,
+        weight=weight if total is None else total.weight + weight,
+    )
+    return Added(grads, weight, value, aux)
+
+
+Lineage = list["weakref.ref[TrainState]"]
+"""The last state that a step returned, whose tensors are known to be its own."""
+
+
+def donated(function: Callable[..., R], lineage: Lineage) -> Callable[..., R]:
+    """A function of a state that takes the state away from the caller.
+
+    Where it raises before anything was written, the caller keeps the state as it was. Where it
+    raises later, what was written to is lost, the open window or the state, and reading that raises.
+    Under an outer transform and inside a graph nothing is taken away.
+    """
+
+    @functools.wraps(function)
+    def wrapped(state: TrainState, *args: Any) -> R:
+        if torch.compiler.is_compiling() or transformed():
+            return function(state, *args)
+        fields = dict(vars(state))
+        taken = new(TrainState, **fields)
+        if not lineage or lineage[0]() is not state:  # from other hands: two of its leaves may be one tensor
+            taken = apart(taken)
+        kept, window = with_fields(taken, window=None), taken.window
+        versions = _versions(kept), _versions(window)
+        _replace(state, {"_gone": _GIVEN})
+        try:
+            result = function(taken, *args)
+        except BaseException:
+            if versions[0] is None or _versions(kept) != versions[0]:
+                _replace(state, {"_gone": _LOST})
+            elif _versions(window) != versions[1]:
+                del fields["window"]
+                _replace(state, {**fields, "_gone": _LOST_WINDOW})
+            else:
+                _replace(state, fields)
+            raise
+        lineage[:] = [weakref.ref(result if isinstance(result, TrainState) else cast(Any, result)[0])]
+        return result
+
+    return wrapped
+
+
+def _replace(state: TrainState, fields: dict[str, Any]) -> None:
+    vars(state).clear()
+    vars(state).update(fields)
+
+
+def _versions(tree: PyTree) -> list[int] | None:
+    """How often each tensor was written to; None for the tensors of an inference mode, which do not count."""
+    try:
+        return [leaf._version for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
+    except RuntimeError:
+        return None

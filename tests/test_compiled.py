@@ -1,0 +1,187 @@
+"""`make_step(compile=...)`: the pieces that are compiled, alone and with donated states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import functional_amp as fa
+from functional_amp.tree import flatten
+from tests.models import PROBLEMS, Problem, mlp, overflowing
+from tests.test_compile import CLOSE, assert_close, assert_identical, graphs
+from tests.test_donate import storages
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+AOT = {"backend": "aot_eager"}
+
+
+def start(problem: Problem, optimizer: fa.Optimizer) -> fa.TrainState:
+    return fa.init_state(problem.params, optimizer, fa.DynamicScale(2.0**10, growth_interval=2), problem.buffers)
+
+
+def stacked(window: list[Any]) -> Any:
+    return optree.tree_map(lambda *leaves: torch.stack(leaves), *window)
+
+
+def windows(problem: Problem, lengths: tuple[int, ...], bad: int) -> list[list[Any]]:
+    drawn = [[problem.batch(10 * i + j) for j in range(length)] for i, length in enumerate(lengths)]
+    drawn[bad][-1] = overflowing(drawn[bad][-1])
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "donate"),
+    [
+        ("conv_net", "func", True),
+        ("mlp", "autograd", False),
+        pytest.param("mlp", "autograd", True, marks=pytest.mark.slow),
+        pytest.param("transformer", "func", True, marks=pytest.mark.slow),
+        pytest.param("transformer", "autograd", True, marks=pytest.mark.slow),
+        pytest.param("conv_net", "func", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_step_has_three_graphs_for_windows_of_any_length_and_eager_values(name, backend, donate):
+    problem = PROBLEMS[name]()
+    # Not Adam: it makes as much of the noise of a gradient that is zero (a bias before BatchNorm) as of any.
+    optimizer = fa.sgd(fa.warmup_cosine(1e-1, 3, 30), momentum=0.9)
+    eager = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, backend=backend)
+    step = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, backend=backend, donate=donate, compile=AOT)
+    state, expected = start(problem, optimizer), start(problem, optimizer)
+    for index, window in enumerate(windows(problem, (2, 2, 4, 1, 3), bad=2)):
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            state, metrics = step(state, window)
+        expected, expected_metrics = eager(expected, window)
+        assert_close((state, metrics), (expected, expected_metrics), **CLOSE)
+    # An accumulate that opens a window, one that adds to it, and an update.
+    assert graphs() == 3
+    assert (state.applied.item(), state.skipped.item()) == (4, 1)
+
+
+def test_a_donating_compiled_step_writes_into_the_storage_of_the_last_state():
+    problem = PROBLEMS["conv_net"]()
+    optimizer = fa.adamw(1e-2)
+    step = fa.make_step(problem.loss_fn, optimizer, donate=True, compile=AOT)
+    state = start(problem, optimizer)
+    for window in windows(problem, (2, 3, 1), bad=1):
+        before = [storages(tree) for tree in (state.params, state.opt_state, state.buffers)]
+        given = state
+        state, _ = step(state, window)
+        assert [storages(tree) for tree in (state.params, state.opt_state, state.buffers)] == before
+        with pytest.raises(RuntimeError, match="donated"):
+            _ = given.params
+    opened = step.accumulate(state, problem.batch(0))
+    assert opened.window is not None
+    before = storages(opened.window.grads.tree)
+    again = step.accumulate(opened, problem.batch(1))
+    assert again.window is not None and storages(again.window.grads.tree) == before
+
+
+def test_a_skipped_window_is_a_transaction_in_a_donating_compiled_step():
+    problem = PROBLEMS["conv_net"]()
+    optimizer = fa.adamw(1e-2)
+    step = fa.make_step(problem.loss_fn, optimizer, donate=True, compile=AOT)
+    state, _ = step(start(problem, optimizer), [problem.batch(0), problem.batch(1)])
+    before = optree.tree_map(torch.clone, (state.params, state.opt_state, state.buffers))
+    state, metrics = step(state, [problem.batch(0), overflowing(problem.batch(1))])
+    assert not metrics.finite and state.skipped.item() == 1
+    assert_identical((state.params, state.opt_state, state.buffers), before)
+
+
+def test_nothing_of_the_callers_is_written_to_by_a_donating_compiled_step():
+    def loss_fn(p: Tensor, x: Tensor) -> Tensor:
+        return (p * x).sum()
+
+    given = torch.tensor([1.0, 2.0])
+    params = torch.ones(2)
+    optimizer = fa.sgd(0.1)
+    step = fa.make_step(loss_fn, optimizer, donate=True, compile=AOT)
+    state = fa.init_state(params, optimizer, fa.NoScale())
+    for _ in range(2):
+        state, _ = step(state, [given, given])
+    assert given.tolist() == [1.0, 2.0] and params.tolist() == [1.0, 1.0]
+
+
+def test_a_new_learning_rate_or_scale_does_not_recompile():
+    problem = mlp()
+    step = fa.make_step(problem.loss_fn, fa.adamw(fa.linear(0.1, 0.0, 9)), compile=AOT, donate=True)
+    state = start(problem, fa.adamw())
+    state, _ = step(state, [problem.batch(0), problem.batch(1)])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for scale in (3.0, 2.0**-20, 1e30):
+            scaler = fa.tree.with_fields(state.scaler, scale=torch.tensor(scale))
+            state = fa.tree.with_fields(state, scaler=scaler)
+            state, _ = step(state, [problem.batch(0), problem.batch(1)])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_scan_equals_the_loop_over_the_window_in_eager_mode(donate):
+    problem = PROBLEMS["conv_net"]()
+    optimizer = fa.adamw(1e-2)
+    step = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, donate=donate)
+    for window in windows(problem, (3, 1, 2), bad=2):
+        expected = step(start(problem, optimizer), window)
+        assert_identical(step.scan(start(problem, optimizer), stacked(window)), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "donate"), [("conv_net", True), pytest.param("transformer", False, marks=pytest.mark.slow)]
+)
+def test_scan_compiles_to_one_graph_with_one_micro_step_in_it(name, donate):
+    problem = PROBLEMS[name]()
+    optimizer = fa.adamw(1e-2)
+    eager = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0)
+    counted = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        inner = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+        counted.append(sum(len(module.graph.nodes) for module in inner))
+        return graph
+
+    step = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, donate=donate, compile={"backend": backend})
+    for window in windows(problem, (3, 9), bad=0):
+        torch._dynamo.reset()
+        found = step.scan(start(problem, optimizer), stacked(window))
+        assert_close(found, eager(start(problem, optimizer), window), **CLOSE)
+    assert len(counted) == 2 and counted[0] == counted[1]
+
+
+def test_scan_refuses_what_is_not_stacked():
+    problem = mlp()
+    optimizer = fa.sgd(0.1)
+    step = fa.make_step(problem.loss_fn, optimizer)
+    state = start(problem, optimizer)
+    batch = stacked([problem.batch(0), problem.batch(1)])
+    for bad, finding in (
+        ({**batch, "x": batch["x"][:1]}, r"'x': 1.*Stack the micro-batches"),
+        ({**batch, "gain": torch.tensor(1.0)}, r"'gain': None.*Stack the micro-batches"),
+        (optree.tree_map(lambda leaf: leaf[:0], batch), "empty window"),
+        ({}, "first size"),
+    ):
+        with pytest.raises(ValueError, match=finding):
+            step.scan(state, bad)
+
+
+@pytest.mark.parametrize("bad", ["inductor", 1, None, ["mode"]])
+def test_compile_is_a_bool_or_the_options(bad):
+    with pytest.raises(TypeError, match=r"compile: found .*options of\s+torch.compile as a dict"):
+        fa.make_step(lambda p, x: (p * x).sum(), fa.sgd(0.1), compile=bad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [True, {"mode": "reduce-overhead"}])
+def test_a_donating_step_compiled_by_inductor_trains_as_the_eager_one(options):
+    problem = PROBLEMS["conv_net"]()
+    optimizer = fa.sgd(0.1, momentum=0.9)
+    eager = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0)
+    step = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, donate=True, compile=options)
+    state, expected = start(problem, optimizer), start(problem, optimizer)
+    for index, window in enumerate(windows(problem, (2, 2, 4, 1), bad=2)):
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            state, metrics = step(state, window)
+        expected, expected_metrics = eager(expected, window)
+        assert_close((state, metrics), (expected, expected_metrics), rtol=1e-4, atol=1e-5)
+    assert flatten(state).spec == flatten(expected).spec
