@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import functional_amp as fa
-from functional_amp.tree import flatten
+from functional_amp.tree import flatten, map_tensors, with_fields
 from tests.models import PROBLEMS, Problem, mlp, overflowing
 from tests.test_compile import CLOSE, assert_close, assert_identical, graphs
 from tests.test_donate import storages
@@ -85,7 +85,7 @@ def test_a_skipped_window_is_a_transaction_in_a_donating_compiled_step():
     optimizer = fa.adamw(1e-2)
     step = fa.make_step(problem.loss_fn, optimizer, donate=True, compile=AOT)
     state, _ = step(start(problem, optimizer), [problem.batch(0), problem.batch(1)])
-    before = optree.tree_map(torch.clone, (state.params, state.opt_state, state.buffers))
+    before = map_tensors(torch.clone, (state.params, state.opt_state, state.buffers))
     state, metrics = step(state, [problem.batch(0), overflowing(problem.batch(1))])
     assert not metrics.finite and state.skipped.item() == 1
     assert_identical((state.params, state.opt_state, state.buffers), before)
@@ -112,8 +112,8 @@ def test_a_new_learning_rate_or_scale_does_not_recompile():
     state, _ = step(state, [problem.batch(0), problem.batch(1)])
     with torch._dynamo.config.patch(error_on_recompile=True):
         for scale in (3.0, 2.0**-20, 1e30):
-            scaler = fa.tree.with_fields(state.scaler, scale=torch.tensor(scale))
-            state = fa.tree.with_fields(state, scaler=scaler)
+            scaler = with_fields(state.scaler, scale=torch.tensor(scale))
+            state = with_fields(state, scaler=scaler)
             state, _ = step(state, [problem.batch(0), problem.batch(1)])
 
 
