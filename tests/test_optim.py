@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import functional_amp as fa
 from functional_amp.step import Stepped
-from tests.strategies import leaves_of, mapped, same_bits
+from functional_amp.testing import leaves_of, mapped, same_bits
 
 Tensors = dict[str, Tensor]
 GOOD, BAD = torch.tensor(True), torch.tensor(False)

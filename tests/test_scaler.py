@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 import functional_amp as fa
-from tests import strategies as own
-from tests.reference import scalers as reference
+import functional_amp.testing as own
+from functional_amp.testing import references as reference
 
 TINY = torch.finfo(torch.float32).tiny
 HUGE = torch.finfo(torch.float32).max
@@ -152,7 +152,7 @@ def amp_update(scale: float, tracker: int, overflow: bool, growth: float, backof
     growth=own.growth_factors(),
     backoff=own.backoff_factors(),
     interval=st.integers(1, 6),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_update_scale_equals_torch_amp_update_scale_bit_for_bit(
     scale: float, growth: float, backoff: float, interval: int, overflows: list[bool]
@@ -210,7 +210,7 @@ class ImperativeLoop:
     growth=own.growth_factors(),
     backoff=st.sampled_from([0.5, 0.25, 0.75, 0.625]),
     interval=st.integers(1, 6),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_dynamic_scale_equals_grad_scaler(
     scale: float, growth: float, backoff: float, interval: int, overflows: list[bool]
@@ -222,7 +222,7 @@ def test_dynamic_scale_equals_grad_scaler(
     assert found == [loop.update(overflow) for overflow in overflows]
 
 
-@given(start=st.integers(1985, 1999), overflows=own.overflows())
+@given(start=st.integers(1985, 1999), overflows=own.overflow_patterns())
 def test_the_defaults_are_grad_scalers(start: int, overflows: list[bool]):
     loop = ImperativeLoop()
     scaler = fa.DynamicScale()
@@ -250,7 +250,7 @@ def test_an_interval_lowered_below_the_tracker_still_grows(tracker: int):
     backoff=own.backoff_factors(),
     interval=st.integers(1, 5),
     hysteresis=st.integers(1, 4),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_megatron_follows_its_reference(
     scale: float, growth: float, backoff: float, interval: int, hysteresis: int, overflows: list[bool]
@@ -267,7 +267,7 @@ def test_megatron_follows_its_reference(
     window=st.integers(1, 5),
     hysteresis=st.integers(1, 4),
     consecutive=st.booleans(),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_deepspeed_follows_its_reference(
     scale: float, window: int, hysteresis: int, consecutive: bool, overflows: list[bool]
@@ -283,7 +283,7 @@ def test_deepspeed_follows_its_reference(
     scale=own.loss_scales(low=2.0**-40, high=2.0**24),
     window=st.integers(1, 5),
     minimum=st.sampled_from([TINY, 2.0**-50, 2.0**-41]),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_apex_follows_its_reference(scale: float, window: int, minimum: float, overflows: list[bool]):
     ours = fa.DynamicScale.apex(scale, scale_window=window, min_scale=minimum)
@@ -294,7 +294,7 @@ def test_apex_follows_its_reference(scale: float, window: int, minimum: float, o
     scale=own.loss_scales(low=2.0**-40, high=2.0**60),
     window=st.integers(1, 5),
     hysteresis=st.integers(2, 4),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_the_apex_hysteresis_kernel_follows_its_reference(
     scale: float, window: int, hysteresis: int, overflows: list[bool]
@@ -308,7 +308,7 @@ def test_the_apex_hysteresis_kernel_follows_its_reference(
     scale=own.loss_scales(low=1.0),
     factor=st.sampled_from([2.0, 4.0, 8.0]),
     period=st.integers(1, 5),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_jmp_follows_its_reference(scale: float, factor: float, period: int, overflows: list[bool]):
     ours = fa.DynamicScale.jmp(scale, period=period, factor=factor)
@@ -339,7 +339,7 @@ def test_jmp_comes_within_one_ulp_of_its_reference_for_any_factor(
     growth=own.growth_factors(),
     backoff=own.backoff_factors(),
     interval=st.integers(1, 5),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_flax_follows_its_reference(scale: float, growth: float, backoff: float, interval: int, overflows: list[bool]):
     ours = fa.DynamicScale.flax(scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
@@ -368,7 +368,7 @@ def test_the_defaults_of_each_rule_are_its_systems(rule: str):
 # Where the scale must not go
 
 
-@given(arguments=own.hyperparameters(), overflows=own.overflows())
+@given(arguments=own.hyperparameters(), overflows=own.overflow_patterns())
 def test_the_scale_stays_a_normal_float32_within_its_bounds(arguments: dict[str, Any], overflows: list[bool]):
     for scaler in trajectory(fa.DynamicScale(**arguments), overflows):
         scale = scaler.scale.item()
@@ -428,7 +428,9 @@ def test_a_number_beyond_its_dtype_is_refused_at_once_or_works(name: str):
     assert scales(scaler, [False]) == expected
 
 
-@given(scaler=st.one_of(own.loss_scales().map(fa.StaticScale), st.builds(fa.NoScale)), overflows=own.overflows())
+@given(
+    scaler=st.one_of(own.loss_scales().map(fa.StaticScale), st.builds(fa.NoScale)), overflows=own.overflow_patterns()
+)
 def test_static_scales_never_move(scaler: Any, overflows: list[bool]):
     assert set(scales(scaler, overflows)) <= {scaler.scale.item()}
 
