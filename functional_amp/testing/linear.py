@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.backward import Loss
+from functional_amp import Loss
 from functional_amp.testing.compare import leaves_of, mapped
 from functional_amp.tree import accumulation_dtype, is_differentiable
 

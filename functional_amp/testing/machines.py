@@ -10,9 +10,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from functional_amp.optim.sgd import sgd
-from functional_amp.scaler import update_scale
-from functional_amp.step import init_state, make_step
+from functional_amp import init_state, make_step, sgd, update_scale
 from functional_amp.testing.compare import assert_alike, assert_same_bits
 from functional_amp.testing.linear import linear_loss
 from functional_amp.testing.references import Reference

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functional_amp.backward import ScaledGrads
+from functional_amp import ScaledGrads
 from functional_amp.testing.compare import mapped
 from functional_amp.testing.scales import loss_scales
 from functional_amp.testing.tensors import FLOATS, NONFINITE, filled, float32s, layouts

@@ -10,9 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_amp.random import seeded
-from functional_amp.scaler import update_scale
-from functional_amp.step import Metrics, TrainState
+from functional_amp import Metrics, TrainState, seeded, update_scale
 from functional_amp.testing.compare import (
     assert_alike,
     assert_no_aliases,
