@@ -94,12 +94,27 @@ def zeros_for_nan(loss_fn: Any, optimizer: Any) -> Any:
     return step
 
 
+def poisons_in_place(loss_fn: Any, optimizer: Any) -> Any:
+    """Gives the tensors of its state back, after writing what it skips into them."""
+
+    def step(state: Any, micro_batches: Any) -> Any:
+        after, metrics = fa.make_step(loss_fn, optimizer)(state, micro_batches)
+        mapped(lambda p: p.mul_(torch.where(metrics.finite, 1.0, math.nan)), state.params)
+        return (after if metrics.finite else with_fields(after, params=state.params)), metrics
+
+    return step
+
+
 WRONG_STEPS: dict[str, tuple[Callable[..., Any], str]] = {
     "unscales with the scale after its update": (
         unscaled_with_the_next_scale,
         "after (good|empty) good: state.params: at '[ab]'",
     ),
     "takes zeros for NaN": (zeros_for_nan, "after (good )?bad: a skip is a transaction: at '.*': found .*, expected"),
+    "writes NaN into the parameters it was given": (
+        poisons_in_place,
+        r"after bad: a skip is a transaction: at 'params.a'\[0\]: found nan, expected 0.0",
+    ),
     "looks at the last flag only": (
         last_flag_only,
         "after bad: (metrics.(finite|weight): found|a skip is a transaction: at)",

@@ -18,8 +18,8 @@ class Faulty:
     """A loss function with a fault in it; what `faulty` returns.
 
     Attributes:
-        calls: how often it was called, so the index of the next micro-batch. A Python int, which
-            you may set: `loss_fn.calls = 0` at the start of a window.
+        calls: the index of the next micro-batch, where calls are counted: a `micro_batch` without
+            `index`, in eager mode. A Python int, which you may set: `loss_fn.calls = 0`.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from functional_amp import init_state, make_step, sgd, update_scale
-from functional_amp.testing.compare import assert_alike, assert_same_bits
+from functional_amp.testing.compare import assert_alike, assert_same_bits, copied
 from functional_amp.testing.linear import linear_loss
 from functional_amp.testing.references import Reference
 from functional_amp.testing.tensors import NONFINITE
@@ -182,7 +182,7 @@ def step_machine(
         def run(self, kind: str, window: list[tuple[float, float, float]]) -> None:
             self.history.append(kind)
             before, used = self.state, self.state.scaler.scale.item()
-            kept = {"params": before.params, "opt_state": before.opt_state}
+            kept = copied({"params": before.params, "opt_state": before.opt_state})  # the step may write into its state
             self.state, metrics = step(
                 before,
                 [
