@@ -73,7 +73,7 @@ def test_each_optimizer_keeps_the_laws_on_a_mixed_tree(name: str):
     check_optimizer(OPTIMIZERS[name](), mixed_params(), compiled=False)
 
 
-SLOW = ("sgd", "sgd, decay", "sgd, schedule", "nesterov", "adam, decay", "adamw", "partition")
+SLOW = ("sgd", "sgd, decay", "sgd, schedule", "nesterov", "adam, decay", "adamw", "adam, schedule", "partition")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in OPTIMIZERS])
