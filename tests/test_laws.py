@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
 import functional_amp as fa
-from tests import strategies as own
+import functional_amp.testing as own
 
 EPS = torch.finfo(torch.float32).eps
 INF, NAN = math.inf, math.nan

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import math
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 import functional_amp as fa
-from tests import strategies as own
-from tests.reference import scalers as reference
+import functional_amp.testing as own
+from functional_amp.testing import references as reference
 
 TINY = torch.finfo(torch.float32).tiny
 HUGE = torch.finfo(torch.float32).max
@@ -152,7 +150,7 @@ def amp_update(scale: float, tracker: int, overflow: bool, growth: float, backof
     growth=own.growth_factors(),
     backoff=own.backoff_factors(),
     interval=st.integers(1, 6),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_update_scale_equals_torch_amp_update_scale_bit_for_bit(
     scale: float, growth: float, backoff: float, interval: int, overflows: list[bool]
@@ -210,7 +208,7 @@ class ImperativeLoop:
     growth=own.growth_factors(),
     backoff=st.sampled_from([0.5, 0.25, 0.75, 0.625]),
     interval=st.integers(1, 6),
-    overflows=own.overflows(),
+    overflows=own.overflow_patterns(),
 )
 def test_dynamic_scale_equals_grad_scaler(
     scale: float, growth: float, backoff: float, interval: int, overflows: list[bool]
@@ -222,7 +220,7 @@ def test_dynamic_scale_equals_grad_scaler(
     assert found == [loop.update(overflow) for overflow in overflows]
 
 
-@given(start=st.integers(1985, 1999), overflows=own.overflows())
+@given(start=st.integers(1985, 1999), overflows=own.overflow_patterns())
 def test_the_defaults_are_grad_scalers(start: int, overflows: list[bool]):
     loop = ImperativeLoop()
     scaler = fa.DynamicScale()
@@ -241,78 +239,7 @@ def test_an_interval_lowered_below_the_tracker_still_grows(tracker: int):
     assert amp_update(8.0, tracker, False, 2.0, 0.5, 3) == (8.0, tracker + 1)  # what is different in torch
 
 
-# The other systems on random sequences
-
-
-@given(
-    scale=own.loss_scales(low=1.0, high=2.0**40),
-    growth=st.sampled_from([2.0, 4.0, 1.5, 3.0]),
-    backoff=own.backoff_factors(),
-    interval=st.integers(1, 5),
-    hysteresis=st.integers(1, 4),
-    overflows=own.overflows(),
-)
-def test_megatron_follows_its_reference(
-    scale: float, growth: float, backoff: float, interval: int, hysteresis: int, overflows: list[bool]
-):
-    ours = fa.DynamicScale.megatron(
-        scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval, hysteresis=hysteresis
-    )
-    theirs = reference.Megatron(scale, growth, backoff, interval, hysteresis)
-    assert scales(ours, overflows) == reference.scales(theirs, overflows)
-
-
-@given(
-    scale=own.loss_scales(low=1.0, high=2.0**60),
-    window=st.integers(1, 5),
-    hysteresis=st.integers(1, 4),
-    consecutive=st.booleans(),
-    overflows=own.overflows(),
-)
-def test_deepspeed_follows_its_reference(
-    scale: float, window: int, hysteresis: int, consecutive: bool, overflows: list[bool]
-):
-    ours = fa.DynamicScale.deepspeed(
-        scale, scale_window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive
-    )
-    theirs = reference.DeepSpeed(scale, window, hysteresis, consecutive)
-    assert scales(ours, overflows) == reference.scales(theirs, overflows)
-
-
-@given(
-    scale=own.loss_scales(low=2.0**-40, high=2.0**24),
-    window=st.integers(1, 5),
-    minimum=st.sampled_from([TINY, 2.0**-50, 2.0**-41]),
-    overflows=own.overflows(),
-)
-def test_apex_follows_its_reference(scale: float, window: int, minimum: float, overflows: list[bool]):
-    ours = fa.DynamicScale.apex(scale, scale_window=window, min_scale=minimum)
-    assert scales(ours, overflows) == reference.scales(reference.Apex(scale, window, minimum), overflows)
-
-
-@given(
-    scale=own.loss_scales(low=2.0**-40, high=2.0**60),
-    window=st.integers(1, 5),
-    hysteresis=st.integers(2, 4),
-    overflows=own.overflows(),
-)
-def test_the_apex_hysteresis_kernel_follows_its_reference(
-    scale: float, window: int, hysteresis: int, overflows: list[bool]
-):
-    ours = fa.DynamicScale.apex(scale, scale_window=window, hysteresis=hysteresis, max_scale=math.inf)
-    theirs = reference.ApexHysteresis(scale, interval=window, hysteresis=hysteresis)
-    assert scales(ours, overflows) == reference.scales(theirs, overflows)
-
-
-@given(
-    scale=own.loss_scales(low=1.0),
-    factor=st.sampled_from([2.0, 4.0, 8.0]),
-    period=st.integers(1, 5),
-    overflows=own.overflows(),
-)
-def test_jmp_follows_its_reference(scale: float, factor: float, period: int, overflows: list[bool]):
-    ours = fa.DynamicScale.jmp(scale, period=period, factor=factor)
-    assert scales(ours, overflows) == reference.scales(reference.Jmp(scale, period, factor), overflows)
+# The other systems; on random sequences they run in test_conformance.py
 
 
 @given(
@@ -332,19 +259,6 @@ def test_jmp_comes_within_one_ulp_of_its_reference_for_any_factor(
     theirs.update(overflow)
     assert ulps(ours.scale.item(), theirs.scale) <= 1
     assert ours.growth_tracker.item() == theirs.counter
-
-
-@given(
-    scale=own.loss_scales(),
-    growth=own.growth_factors(),
-    backoff=own.backoff_factors(),
-    interval=st.integers(1, 5),
-    overflows=own.overflows(),
-)
-def test_flax_follows_its_reference(scale: float, growth: float, backoff: float, interval: int, overflows: list[bool]):
-    ours = fa.DynamicScale.flax(scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
-    theirs = reference.Flax(scale, growth, backoff, interval)
-    assert scales(ours, overflows) == reference.scales(theirs, overflows)
 
 
 DEFAULTS: dict[str, tuple[Callable[[], fa.DynamicScale], Callable[[], reference.Reference], int]] = {
@@ -368,7 +282,7 @@ def test_the_defaults_of_each_rule_are_its_systems(rule: str):
 # Where the scale must not go
 
 
-@given(arguments=own.hyperparameters(), overflows=own.overflows())
+@given(arguments=own.hyperparameters(), overflows=own.overflow_patterns())
 def test_the_scale_stays_a_normal_float32_within_its_bounds(arguments: dict[str, Any], overflows: list[bool]):
     for scaler in trajectory(fa.DynamicScale(**arguments), overflows):
         scale = scaler.scale.item()
@@ -428,7 +342,9 @@ def test_a_number_beyond_its_dtype_is_refused_at_once_or_works(name: str):
     assert scales(scaler, [False]) == expected
 
 
-@given(scaler=st.one_of(own.loss_scales().map(fa.StaticScale), st.builds(fa.NoScale)), overflows=own.overflows())
+@given(
+    scaler=st.one_of(own.loss_scales().map(fa.StaticScale), st.builds(fa.NoScale)), overflows=own.overflow_patterns()
+)
 def test_static_scales_never_move(scaler: Any, overflows: list[bool]):
     assert set(scales(scaler, overflows)) <= {scaler.scale.item()}
 
@@ -506,28 +422,14 @@ def by_torch_save(scaler: Any, weights_only: bool) -> Any:
         return torch.load(file, weights_only=weights_only)
 
 
-def by_optree(scaler: Any) -> Any:
-    leaves, spec = optree.tree_flatten(scaler)
-    return optree.tree_unflatten(spec, leaves)
-
-
-def by_torch_pytree(scaler: Any) -> Any:
-    leaves, spec = torch_pytree.tree_flatten(scaler)
-    return torch_pytree.tree_unflatten(leaves, spec)
-
-
 ROUND_TRIPS: dict[str, Callable[[Any], Any]] = {
     "optree.tree_map": lambda scaler: optree.tree_map(torch.clone, scaler),
-    "optree flatten": by_optree,
     "torch.utils._pytree.tree_map": lambda scaler: torch_pytree.tree_map(torch.clone, scaler),
-    "torch.utils._pytree flatten": by_torch_pytree,
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
     "dataclasses.replace": dataclasses.replace,
-    "pickle": lambda scaler: pickle.loads(pickle.dumps(scaler)),
     "torch.save": lambda scaler: by_torch_save(scaler, weights_only=False),
     "torch.save, weights only": lambda scaler: by_torch_save(scaler, weights_only=True),
 }
+"""Those beside `check_scaler`'s."""
 
 
 @pytest.mark.parametrize("way", ROUND_TRIPS)
@@ -579,18 +481,6 @@ def test_vmap_moves_each_scaler_of_an_ensemble_by_its_own_flag_and_keeps_the_fie
 def test_an_ensemble_needs_no_vmap():
     ensemble = stacked([fa.DynamicScale(8.0), fa.DynamicScale(16.0)])
     assert fa.update_scale(ensemble, torch.tensor([False, True])).scale.tolist() == [4.0, 16.0]
-
-
-@pytest.mark.parametrize("make", [odd_scaler, lambda: fa.StaticScale(24.0), fa.NoScale])
-def test_a_compiled_update_gives_the_same_scaler_with_its_fields(make: Callable[[], Any], fresh_dynamo: None):
-    compiled = torch.compile(
-        lambda scaler, finite: fa.update_scale(scaler, finite), backend="aot_eager", fullgraph=True
-    )
-    ours = theirs = make()
-    for overflow in PATTERN:
-        ours, theirs = compiled(ours, BAD if overflow else GOOD), updated(theirs, overflow)
-        assert type(ours) is type(theirs)
-        assert fields(ours) == fields(theirs)
 
 
 @given(scaler=own.scalers(), overflow=st.booleans())

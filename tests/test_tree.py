@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 import functional_amp as fa
-from tests import strategies as own
+import functional_amp.testing as own
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 

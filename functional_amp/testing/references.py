@@ -2,6 +2,9 @@
 
 Each class docstring is the rule as pseudo-code, and `update` is that text in Python. A product is
 taken in double precision and rounded once to float32, where the system keeps its scale in float32.
+
+>>> scales(Torch(8.0, interval=2), [False, False, True])
+[8.0, 16.0, 8.0]
 """
 
 from __future__ import annotations
@@ -265,3 +268,13 @@ class Flax:
         elif grow:
             self.scale = min(float32(self.scale * self.growth), FLOAT32_MAX)
         self.fin_steps = 0 if grow or overflow else self.fin_steps + 1
+
+
+@dataclass
+class Static:
+    """A loss scale that never moves; with 1, no loss scaling."""
+
+    scale: float = 1.0
+
+    def update(self, overflow: bool) -> None:
+        pass
