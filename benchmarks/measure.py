@@ -1,0 +1,88 @@
+"""Medians of calls that take turns in one process, the bandwidth of a copy, and the peak of memory."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+MIB = 2**20
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(call: Call, device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], Call]], device: torch.device, rounds: int, warmup: int
+) -> dict[str, float]:
+    """Median seconds of each variant.
+
+    Args:
+        variants: each prepares one call, untimed, and returns it to be timed.
+        rounds: timed calls of each.
+        warmup: calls of each before, not counted: compilation, optimizer state, first allocations.
+    """
+    names = list(variants)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()  # a collection would be charged to the variant it happens in
+    try:
+        for index in range(warmup + rounds):
+            first = index % max(
+                len(names), 1
+            )  # each takes every place in the round, so that none always finds the caches of one other
+            for name in names[first:] + names[:first]:
+                seconds = seconds_of(variants[name](), device)
+                if index >= warmup:
+                    times[name].append(seconds)
+            gc.collect()
+    finally:
+        gc.enable()
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def copy_bandwidth(device: torch.device, megabytes: int = 256, rounds: int = 9) -> float:
+    """Bytes per second that `copy_` moves, reads and writes both counted; the median."""
+    source = torch.ones(megabytes * MIB // 4, device=device)
+    target = torch.zeros_like(source)
+    calls = {"copy": lambda: lambda: target.copy_(source)}
+    return 2 * source.nbytes / interleaved(calls, device, rounds, warmup=2)["copy"]
+
+
+class PeakMemory:
+    """The peak in MiB since the last `reset`: allocated on CUDA, resident in this process on a CPU (Linux)."""
+
+    def __init__(self, device: torch.device):
+        if device.type == "cpu" and not Path("/proc/self/clear_refs").exists():
+            raise RuntimeError(f"memory: found {sys.platform}, expected Linux's /proc. Leave this section out.")
+        self.device = device
+
+    def reset(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to what is resident now
+
+    def peak(self) -> float:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / MIB
+        status = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
