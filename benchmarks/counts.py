@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import functional_amp as fa
 from benchmarks import tail
@@ -16,6 +17,7 @@ from benchmarks.loops import make_functional, make_loop, make_options
 from benchmarks.measure import Call, seconds_of
 from benchmarks.setup import Row, Setup
 from benchmarks.work import task
+from functional_amp.tree import with_fields
 
 HOST_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"}
 COMPILED_WINDOWS = (2, 16)
@@ -44,7 +46,7 @@ class Counter(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
@@ -125,7 +127,7 @@ def graph_counts(variant: str, setup: Setup) -> dict[str, int]:
     poisoned = [(torch.full_like(x, torch.nan), y) for x, y in window[:1]]
     for number, micro_batches in enumerate((window, window[:1], poisoned, window[:2], window)):
         scale = torch.full_like(state.scaler.scale, 2.0**number)
-        state = fa.tree.with_fields(state, scaler=fa.tree.with_fields(state.scaler, scale=scale))
+        state = with_fields(state, scaler=with_fields(state.scaler, scale=scale))
         state, _ = step(state, micro_batches)
     return {
         "graphs, accumulate of the first micro-batch": seen[1] - seen[0],

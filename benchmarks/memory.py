@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.loops import make_loop
+from benchmarks.loops import Loop, make_loop
 from benchmarks.measure import MIB, PeakMemory
 from benchmarks.setup import Row, Setup
-from benchmarks.work import Task, mlp, transformer
+from benchmarks.work import Batch, Task, mlp, transformer
 
 WINDOWS = (1, 8)
 HELD = 16
@@ -52,18 +52,18 @@ def in_own_process(variant: str, length: int, setup: Setup) -> float:
 def peak(variant: str, length: int, setup: Setup) -> float:
     """MiB at the peak of three windows, above what the process held before it made the model."""
     memory = PeakMemory(setup.device)
-    _run(variant, mlp(8, 1, 2), 2, setup, windows=1)  # imports the compiler, starts the thread pools
+    _trained(variant, mlp(8, 1, 2), 2, setup, windows=1)  # imports the compiler, starts the thread pools
     torch._dynamo.reset()
     memory.reset()
     before = 0.0 if setup.device.type == "cuda" else memory.peak()
-    loop, window = _run(variant, big_task(setup.smoke), length, setup, windows=2)
+    loop, window = _trained(variant, big_task(setup.smoke), length, setup, windows=2)
     memory.reset()  # the steady state: compiled, with the optimizer's state
     for _ in range(3):
         loop.run(window)
     return memory.peak() - before
 
 
-def _run(variant: str, task: Task, length: int, setup: Setup, windows: int):
+def _trained(variant: str, task: Task, length: int, setup: Setup, windows: int) -> tuple[Loop, list[Batch]]:
     loop, window = make_loop(variant, task, setup), task.window(length, setup.seed + 1, setup.device)
     for _ in range(windows):
         loop.run(window)

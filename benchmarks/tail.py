@@ -13,6 +13,7 @@ from benchmarks.loops import LEARNING_RATE, MAX_NORM, make_options
 from benchmarks.measure import Call, copy_bandwidth, interleaved
 from benchmarks.setup import Row, Setup
 from benchmarks.work import Transformer
+from functional_amp.tree import with_fields
 
 Shapes = Sequence[tuple[int, ...]]
 MOVED = {"tail": 32, "tail and one half copy": 34, "the same, norm taken while adding": 30}
@@ -93,7 +94,7 @@ def functional(params: list[Tensor], **options: Any) -> Tail:
     def prepare(grads: list[Tensor]) -> Call:
         nonlocal state  # nothing else may hold the old state: its memory is free as soon as the update lets go of it
         scaled = fa.ScaledGrads(grads, state.scaler.scale)
-        state = fa.tree.with_fields(state, window=fa.Window(scaled, torch.zeros_like(scaled.scale), None))
+        state = with_fields(state, window=fa.Window(scaled, torch.zeros_like(scaled.scale), None))
         return update
 
     return Tail(prepare, lambda: state.params)
