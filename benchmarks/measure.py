@@ -6,7 +6,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,7 @@ def interleaved(
     gc.disable()  # a collection would be charged to the variant it happens in
     try:
         for index in range(warmup + rounds):
-            first = index % max(
-                len(names), 1
-            )  # each takes every place in the round, so that none always finds the caches of one other
-            for name in names[first:] + names[:first]:
+            for name in turn(names, index):
                 seconds = seconds_of(variants[name](), device)
                 if index >= warmup:
                     times[name].append(seconds)
@@ -56,6 +53,16 @@ def interleaved(
     finally:
         gc.enable()
     return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def turn(names: Sequence[str], index: int) -> list[str]:
+    """The order of a round: over 2n rounds each takes every place twice, once before and once after its neighbours.
+
+    Who comes second of two that run the same code finds it in the caches of the processor.
+    """
+    shift = index // 2 % max(len(names), 1)
+    rotated = [*names[shift:], *names[:shift]]
+    return rotated[::-1] if index % 2 else rotated
 
 
 def copy_bandwidth(device: torch.device, megabytes: int = 256, rounds: int = 9) -> float:

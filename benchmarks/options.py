@@ -20,7 +20,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> argparse.
     add = parser.add_argument
     add("--sections", type=_some_of(SECTIONS), metavar="A,B", help=f"of {', '.join(SECTIONS)}; by default all")
     add("--variants", type=_some_of(VARIANTS), metavar="A,B", help=f"of {', '.join(VARIANTS)}; by default all")
-    add("--rounds", type=_whole(1), metavar="N", help="timed calls of each variant, by default 21; medians are shown")
+    add("--rounds", type=_whole(1), metavar="N", help="timed calls of each variant, by default 24; medians are shown")
     add("--device", type=_device, help="cpu or cuda; by default cuda where there is any")
     add("--seed", type=_whole(0), default=0, metavar="N", help="of parameters and data, by default 0")
     add("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR", help="for the JSON and the PNG")
@@ -44,7 +44,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> argparse.
         parser.error(f"--out: found {str(options.out)!r}, which is a file, expected a folder")
     options.sections = options.sections or (SMOKE_SECTIONS if options.smoke else SECTIONS)
     options.variants = options.variants or (EAGER if options.smoke else VARIANTS)
-    options.rounds = options.rounds or (1 if options.smoke else 21)
+    options.rounds = options.rounds or (1 if options.smoke else 24)
     options.device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return options
 

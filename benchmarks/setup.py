@@ -24,7 +24,7 @@ class Setup:
 
     device: torch.device
     dtype: torch.dtype
-    rounds: int = 21
+    rounds: int = 24
     warmup: int = 3
     seed: int = 0
     variants: tuple[str, ...] = VARIANTS
