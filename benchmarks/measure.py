@@ -1,4 +1,4 @@
-"""Medians of calls that take turns in one process, the bandwidth of a copy, and the peak of memory."""
+"""Medians of calls that take turns in one process, the bandwidth of memory, and its peak."""
 
 from __future__ import annotations
 
@@ -65,12 +65,22 @@ def turn(names: Sequence[str], index: int) -> list[str]:
     return rotated[::-1] if index % 2 else rotated
 
 
-def copy_bandwidth(device: torch.device, megabytes: int = 256, rounds: int = 9) -> float:
-    """Bytes per second that `copy_` moves, reads and writes both counted; the median."""
+def bandwidths(device: torch.device, megabytes: int = 256, rounds: int = 15) -> dict[str, float]:
+    """Bytes per second that two kernels move at their best, reads and writes counted.
+
+    `copy` reads one tensor and writes another, whose old values many processors read as well, uncounted. `in place`
+    reads two and writes one of them, as an optimizer does.
+    """
     source = torch.ones(megabytes * MIB // 4, device=device)
     target = torch.zeros_like(source)
-    calls = {"copy": lambda: lambda: target.copy_(source)}
-    return 2 * source.nbytes / interleaved(calls, device, rounds, warmup=2)["copy"]
+    kernels: dict[str, tuple[Call, int]] = {
+        "copy": (lambda: target.copy_(source), 2 * source.nbytes),
+        "in place": (lambda: target.add_(source), 3 * source.nbytes),
+    }
+    best = {}
+    for name, (kernel, moved) in kernels.items():
+        best[name] = moved / min(seconds_of(kernel, device) for _ in range(rounds))
+    return best
 
 
 class PeakMemory:

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 
 import functional_amp as fa
 from benchmarks.loops import LEARNING_RATE, MAX_NORM, make_options
-from benchmarks.measure import Call, copy_bandwidth, interleaved
+from benchmarks.measure import Call, bandwidths, interleaved
 from benchmarks.setup import Row, Setup
 from benchmarks.work import Transformer
 from functional_amp.tree import with_fields
 
 Shapes = Sequence[tuple[int, ...]]
-MOVED = {"tail": 32, "tail and one half copy": 34, "the same, norm taken while adding": 30}
+TAIL = "least, 32 B"
+MOVED = {TAIL: 32, "with a half copy, 34 B": 34, "norm taken while adding, 30 B": 30}
 """Bytes that must move per float32 parameter: the norm reads the gradient (4); AdamW reads gradient, parameter and two
-moments (16) and writes all but the gradient (12). The half copy for the next forward writes 2 more. A norm taken while
-the last micro-batch is added does not read the gradient again (-4)."""
+moments (16) and writes all but the gradient (12). The half copy for the next forward writes 2 more. A norm that is
+taken while the last micro-batch is added reads no gradient: 34 - 4."""
 
 
 class Tail(NamedTuple):
@@ -120,14 +121,20 @@ def medians(shapes: Shapes, setup: Setup) -> dict[str, float]:
 
 def limits(setup: Setup, tails: Sequence[Row]) -> list[Row]:
     """Each tail's time as a multiple of the least that the bandwidth of memory allows."""
-    bandwidth = copy_bandwidth(setup.device, megabytes=1 if setup.smoke else 256)
-    rows = [Row("limit", "bandwidth of a copy", "GB/s", {"limit": bandwidth / 1e9}, compared=False)]
-    times = {row.case: row.values for row in tails or measure(setup)}
+
+    def row(case: str, unit: str, limit: float, values: dict[str, float] | None = None) -> Row:
+        return Row("limit", case, unit, {**(values or {}), "limit": limit}, compared=False)
+
+    measured = bandwidths(setup.device, megabytes=1 if setup.smoke else 256)
+    rows = [row(f"bandwidth, {kernel}", "GB/s", value / 1e9) for kernel, value in measured.items()]
+    times = {tail.case: tail.values for tail in tails or measure(setup)}
     for case, shapes in shapes_of(setup.smoke).items():
         count = sum(torch.Size(shape).numel() for shape in shapes)
-        least = {name: 1e3 * count * moved / bandwidth for name, moved in MOVED.items()}
-        ratios = {name: ms / least["tail"] for name, ms in times[case].items() if not isinstance(ms, str)}
-        rows.append(Row("limit", f"{case}: time / least", "x", dict(ratios), compared=False))
-        for name, ms in least.items():
-            rows.append(Row("limit", f"{case}: least, {name} ({MOVED[name]} B)", "ms", {"limit": ms}, compared=False))
+        milliseconds = {variant: ms for variant, ms in times[case].items() if not isinstance(ms, str)}
+        for kernel, bandwidth in measured.items():
+            for name, moved in MOVED.items():
+                rows.append(row(f"{case}, {kernel}: {name}", "ms", 1e3 * count * moved / bandwidth))
+            least = 1e3 * count * MOVED[TAIL] / bandwidth
+            ratios = {variant: ms / least for variant, ms in milliseconds.items()}
+            rows.append(row(f"{case}, {kernel}: times the least", "x", 1.0, ratios))
     return rows
