@@ -19,6 +19,7 @@ from benchmarks.work import TASKS, task
 
 FUNCTIONAL = ("pure",)
 EAGER = ("imperative", *FUNCTIONAL)
+MOST = {"mlp": 0.01, "transformer": 0.03, "convnet": 0.05}
 CPU = Setup(torch.device("cpu"), torch.bfloat16, rounds=1, warmup=1, smoke=True)
 
 
@@ -51,9 +52,9 @@ def test_three_windows_of_a_step_end_where_the_imperative_loop_ends(name: str, v
     keys = sorted(start)
     assert sorted(ends["imperative"]) == sorted(ends[variant]) == keys
     floating = [key for key in keys if start[key].is_floating_point()]
-    # bf16 keeps 8 bits: gradients differ by up to 2**-8 where a mean over the window rounds elsewhere.
+    # bf16 keeps 8 bits, and Adam makes whole steps of the rounding noise of a bias before BatchNorm.
     assert_same_way(
-        *([tensors[key] for key in floating] for tensors in (ends[variant], ends["imperative"], start)), most=0.05
+        *([tensors[key] for key in floating] for tensors in (ends[variant], ends["imperative"], start)), most=MOST[name]
     )
     for key in floating:
         torch.testing.assert_close(ends[variant][key], ends["imperative"][key], rtol=2**-7, atol=1e-3)
