@@ -242,11 +242,12 @@ def state_of(problem: Problem, optimizer: fa.Optimizer) -> fa.TrainState:
     return fa.init_state(problem.params, optimizer, scaler, problem.buffers)
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("backend", ["func", "autograd"])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_each_step_keeps_the_laws(name: str, backend: Any):
+def test_each_step_keeps_the_laws(name: str, backend: Any, donate: bool):
     problem, optimizer = PROBLEMS[name](), fa.adamw(fa.warmup_cosine(1e-2, 2, 10))
-    step = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, backend=backend)
+    step = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, backend=backend, donate=donate)
     check_step(step, state_of(problem, optimizer), problem.batch(0))
 
 

@@ -17,9 +17,9 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_amp as fa
+from functional_amp.testing import same_bits
 from functional_amp.tree import flatten, map_tensors
 from tests.models import PROBLEMS, Problem, mlp, overflowing, transformer
-from tests.strategies import same_bits
 
 BACKENDS: tuple[Any, ...] = ("func", "autograd")
 OPTIMIZERS: dict[str, Callable[[], fa.Optimizer]] = {

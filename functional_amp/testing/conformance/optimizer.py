@@ -199,6 +199,6 @@ LAWS = (
     a_missing_gradient_leaves_its_parameter_alone,
     half_precision_parameters_are_rounded_once,
     an_ensemble_under_vmap_is_its_members,
-    # donated_step_equals_pure_step,  # where make_step takes donate
+    donated_step_equals_pure_step,
 )
 COMPILED_LAWS = (it_compiles_to_one_graph,)

@@ -1,0 +1,50 @@
+"""What every section is given, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+EAGER = ("imperative", "pure", "donated")
+VARIANTS = ("imperative", "imperative-compiled", "pure", "donated", "pure-compiled", "donated-compiled")
+"""The imperative loop, with a compiled model too; the functional step with `donate=` and `compile=`."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The run: where, how often, and which variants.
+
+    Attributes:
+        rounds: timed calls of each variant.
+        warmup: calls before them that are not counted.
+        compiled_leaves: above it, `growth` leaves the compiled variants out.
+        smoke: the smallest sizes, to see that everything runs.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    rounds: int = 24
+    warmup: int = 3
+    seed: int = 0
+    variants: tuple[str, ...] = VARIANTS
+    compiled_leaves: int = 100
+    smoke: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        values: by column, a variant or another thing that was measured; a text where there is no number.
+        compared: whether the ratios to the imperative loop say something.
+        x: what the row grows along, and where it stands there.
+    """
+
+    section: str
+    case: str
+    unit: str
+    values: dict[str, float | str] = field(default_factory=dict)
+    compared: bool = True
+    x: tuple[str, float] | None = None
