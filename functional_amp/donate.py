@@ -13,7 +13,7 @@ from torch import Tensor
 from functional_amp.backward import Loss, Problem, ScaledGrads, recorded, weight_tensor, weighted
 from functional_amp.optim.per_leaf import owned
 from functional_amp.scaler import Scaler
-from functional_amp.state import TrainState, apart
+from functional_amp.state import TrainState, apart, disjoint
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import PyTree, flatten, like, new, widened, with_fields
 
@@ -106,9 +106,10 @@ def donated(function: Callable[..., R], lineage: Lineage) -> Callable[..., R]:
             return function(state, *args)
         fields = dict(vars(state))
         taken = new(TrainState, **fields)
-        if not lineage or lineage[0]() is not state:  # from other hands: two of its leaves may be one tensor
-            taken = apart(taken)
-        kept, window = with_fields(taken, window=None), taken.window
+        if not lineage or lineage[0]() is not state:  # a state by other hands
+            taken = _own(taken)
+        window = taken.window
+        kept = with_fields(taken, window=None)
         versions = _versions(kept), _versions(window)
         _replace(state, {"_gone": _GIVEN})
         try:
@@ -128,6 +129,18 @@ def donated(function: Callable[..., R], lineage: Lineage) -> Callable[..., R]:
     return wrapped
 
 
+def _own(state: TrainState) -> TrainState:
+    """The state, of which no two tensors that will be written to lie on the same bytes."""
+    window = state.window
+    written = (state.params, state.opt_state, state.buffers, None if window is None else window.grads.tree)
+    if disjoint(written):
+        return state
+    params, opt_state, buffers, tree = apart(written)
+    if window is not None:
+        window = with_fields(window, grads=with_fields(window.grads, tree=tree))
+    return with_fields(state, params=params, opt_state=opt_state, buffers=buffers, window=window)
+
+
 def _replace(state: TrainState, fields: dict[str, Any]) -> None:
     vars(state).clear()
     vars(state).update(fields)
@@ -136,6 +149,6 @@ def _replace(state: TrainState, fields: dict[str, Any]) -> None:
 def _versions(tree: PyTree) -> list[int] | None:
     """How often each tensor was written to; None for the tensors of an inference mode, which do not count."""
     try:
-        return [leaf._version for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
+        return [leaf._version for leaf in flatten(tree).leaves if leaf is not None]
     except RuntimeError:
         return None

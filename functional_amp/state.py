@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -129,6 +130,15 @@ def _copy(leaf: Tensor) -> Tensor:
 def overlaps(leaf: Tensor) -> bool:
     """Whether a leaf is expanded: it has fewer elements than it shows, and can not be written to."""
     return any(stride == 0 and size > 1 for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+
+
+def disjoint(tree: PyTree) -> bool:
+    """Whether no two leaves lie on the same bytes, as far as contiguous leaves go: others are not looked into."""
+    leaves = [leaf for leaf in flatten(tree).leaves if leaf is not None]
+    if not all([leaf.is_contiguous() for leaf in leaves]):
+        return False
+    places = sorted([(leaf.data_ptr(), leaf.nbytes) for leaf in leaves])
+    return all([start + size <= after for (start, size), (after, _) in pairwise(places) if start])
 
 
 def apart(tree: PyTree, *others: PyTree) -> PyTree:

@@ -41,7 +41,7 @@ def _detached(output: R) -> R:
     if torch.compiler.is_compiling():
         return output  # the graph that is traced under no_grad has no history to give
     leaves, spec = optree.tree_flatten(cast(Any, output), none_is_leaf=True)
-    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+    if not any([getattr(leaf, "requires_grad", False) for leaf in leaves]):
         return output
     return cast(R, optree.tree_unflatten(spec, [x.detach() if isinstance(x, Tensor) else x for x in leaves]))
 

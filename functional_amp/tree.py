@@ -214,6 +214,8 @@ def flatten_tensors(tree: PyTree, what: str) -> Flat:
         TypeError: naming the path, for any other leaf.
     """
     flat = flatten(tree)
+    if all([type(leaf) is Tensor and leaf.layout is torch.strided for leaf in flat.leaves]):
+        return flat
     for index, leaf in enumerate(flat.leaves):
         if leaf is None:
             continue

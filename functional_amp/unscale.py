@@ -96,7 +96,8 @@ def usable(divisor: Tensor) -> Tensor:
 
 def gradient_leaves(grads: PyTree, what: str = "grads") -> list[Tensor]:
     """The float and complex leaves of a checked gradient tree."""
-    return [leaf for leaf in flatten_tensors(grads, what).leaves if is_differentiable(leaf)]
+    leaves = [leaf for leaf in flatten_tensors(grads, what).leaves if leaf is not None]
+    return [leaf for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex]
 
 
 def largest(leaves: Sequence[Tensor]) -> Tensor:

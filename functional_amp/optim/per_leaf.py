@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -120,32 +121,88 @@ def per_leaf(
         new_params, _, *new_slots = (flat.unflatten(flat.leaves) for flat in flats)
         return new_params, state_type(count + 1, *new_slots)
 
-    @stage
+    plans: list[_Plan] = []  # the last one: a donated state comes back with the same tensors
+
     def fused(
         grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, donate: bool
     ) -> tuple[PyTree, Any]:
         count = count_of(opt_state)
-        flats, taken = columns(grads, opt_state, params)
-        groups, rest = _grouped(flats, taken) if kernel else ([], taken)
-        leaf_rule = rule(count) if rest else None
-        for index in rest:
-            olds = [flats[0].leaves[index], *(slot.leaves[index] for slot in flats[2:])]
-            grad = flats[1].leaves[index]
-            flats[1].leaves[index] = grad if divisor is None else divided(grad, divisor)
+        flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
+        plan = plans[0] if plans and plans[0].fits(flats) else None
+        if plan is None:
+            flats, taken = columns(grads, opt_state, params)
+            plan = _Plan.of(flats, *(_grouped(flats, taken) if kernel else ([], taken)))
+            plans[:] = [plan]
+        leaf_rule = rule(count) if plan.rest else None
+        for index in plan.rest:
             assert leaf_rule is not None
+            olds = [flats[0].leaves[index], *(slot.leaves[index] for slot in flats[2:])]
+            if divisor is not None:
+                flats[1].leaves[index] = divided(flats[1].leaves[index], divisor)
             param, move, values = _ruled(leaf_rule, flats, index)
             news = [_moved(param, move).to(olds[0].dtype), *values]
             news = [torch.where(like(applied, old), new, old) for new, old in zip(news, olds, strict=True)]
             news = [old.copy_(new) for new, old in zip(news, olds, strict=True)] if donate else news
             flats[0].leaves[index] = news[0]
             _put(flats, index, news[1:])
-        for indices in groups:
+        for indices in plan.groups:
             assert kernel is not None
-            _run(kernel, flats, indices, count, divisor, applied, donate)
+            _run(kernel, flats, indices, plan.plain, count, divisor, applied, donate)
         new_params, _, *new_slots = (flat.unflatten(flat.leaves) for flat in flats)
         return new_params, state_type(count + applied, *new_slots)
 
     return Optimizer(init, update, with_fused(step, fused))
+
+
+class _Plan(NamedTuple):
+    """What was found out about some trees, for as long as the parameters and the slots are the same tensors.
+
+    Attributes:
+        specs: of the parameters, the gradients and the slots.
+        grads: the shape, dtype and device of each gradient; None for a missing one.
+        others: the parameters and the slots.
+        groups: the places for the kernel; rest: the places for the rule.
+        plain: whether all tensors are as the kernel takes them.
+    """
+
+    specs: list[Any]
+    grads: list[Any]
+    others: list[Any]
+    groups: list[list[int]]
+    rest: list[int]
+    plain: bool
+
+    @classmethod
+    def of(cls, flats: list[Flat], groups: list[list[int]], rest: list[int]) -> _Plan:
+        others = [leaf for flat in (flats[0], *flats[2:]) for leaf in flat.leaves]
+        plain = all(
+            flat.leaves[index].is_contiguous() and flat.leaves[index].dtype == flats[0].leaves[index].dtype
+            for group in groups
+            for index in group
+            for flat in flats
+        )
+        specs, references = [flat.spec for flat in flats], [_reference(leaf) for leaf in others]
+        return cls(specs, _kinds(flats[1]), references, groups, rest, plain)
+
+    def fits(self, flats: list[Flat]) -> bool:
+        others = [leaf for flat in (flats[0], *flats[2:]) for leaf in flat.leaves]
+        return (
+            len(others) == len(self.others)
+            and all([known() is leaf for known, leaf in zip(self.others, others, strict=True)])
+            and self.specs == [flat.spec for flat in flats]
+            and _kinds(flats[1]) == self.grads
+        )
+
+
+def _kinds(grads: Flat) -> list[Any]:
+    return [
+        None if g is None else (type(g), g.shape, g.stride(), g.dtype, g.device) if isinstance(g, Tensor) else g
+        for g in grads.leaves
+    ]
+
+
+def _reference(leaf: Tensor | None) -> Callable[[], Tensor | None]:
+    return weakref.ref(leaf) if leaf is not None else type(None)
 
 
 class _Columns(NamedTuple):
@@ -212,6 +269,7 @@ def _run(
     kernel: Kernel,
     flats: list[Flat],
     indices: list[int],
+    plain: bool,
     count: Tensor,
     divisor: Tensor | None,
     applied: Tensor,
@@ -221,32 +279,30 @@ def _run(
     olds = [[flat.leaves[index] for index in indices] for flat in (flats[0], *flats[2:])]
     grads = [flats[1].leaves[index] for index in indices]
     device, dtype = olds[0][0].device, olds[0][0].dtype
-    scale = None if divisor is None else like(divisor, olds[0][0])
+    scale = None if divisor is None else divisor.to(device)
     if scale is not None and dtype == torch.float64:  # the kernel takes a float32 scale
         grads, scale = [divided(grad, scale) for grad in grads], None
-    grads = [_dense(grad.to(dtype)) for grad in grads]
+    if not plain:
+        grads = [grad.to(dtype).contiguous() for grad in grads]
     if scale is not None:
         # The kernel writes to the gradients too, and those may be someone else's.
         scale = scale.to(torch.float32)
         grads = [grad if donate and owned(grad) else grad.clone() for grad in grads]
-    works = [[_dense(leaf) if donate else _copied(leaf) for leaf in leaves] for leaves in olds]
+    if donate:
+        works = olds if plain else [[leaf.contiguous() for leaf in leaves] for leaves in olds]
+    else:
+        works = [[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves] for leaves in olds]
     torch.autograd.graph.increment_version(itertools.chain(*works))  # the kernels themselves do not
     kernel(works[0], grads, works[1:], count.to(device), scale, (~applied).to(device, torch.float32))
+    if works is olds:
+        return
     for flat, leaves, news in zip((flats[0], *flats[2:]), olds, works, strict=True):
         for index, old, new in zip(indices, leaves, news, strict=True):
-            if new is not old:
-                # Strides must not change from step to step either.
-                same = new.stride() == old.stride()
-                flat.leaves[index] = old.copy_(new) if donate else new if same else torch.empty_like(old).copy_(new)
-
-
-def _dense(leaf: Tensor) -> Tensor:
-    """As the kernels take it: contiguous, a copy where it is not."""
-    return leaf if leaf.is_contiguous() else leaf.contiguous()
-
-
-def _copied(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone(memory_format=torch.contiguous_format)
+            if donate:
+                if new is not old:
+                    old.copy_(new)
+            else:  # strides must not change from step to step either
+                flat.leaves[index] = new if new.stride() == old.stride() else torch.empty_like(old).copy_(new)
 
 
 def owned(tensor: Tensor) -> bool:
