@@ -39,16 +39,16 @@ class _Norm(NamedTuple):
 
     Attributes:
         finite: whether all elements are, as they are stored.
-        one_read: whether it was found with the norm, the norm being finite if and only if all elements are.
+        one_read: whether the norm was taken in float64, and is finite if and only if all elements are.
     """
 
     mantissa: Tensor
-    unit: Tensor
+    unit: Tensor | float
     finite: Tensor
     one_read: bool = False
 
     def value(self) -> Tensor:
-        return self.mantissa * self.unit
+        return self.mantissa.to(torch.float32) if self.one_read else self.mantissa * self.unit
 
 
 @stage
@@ -124,7 +124,7 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
     norm = _norm([leaf for leaf in flat.leaves if is_differentiable(leaf)], norm_type)
     if max_norm is None:
         return Clipped(grads, norm.value())
-    coefficient = _coefficient(norm, max_norm, eps)
+    coefficient = _coefficient(norm, norm.value(), max_norm, eps)
     leaves = [_multiplied(leaf, coefficient) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
     return Clipped(flat.unflatten(leaves), norm.value())
 
@@ -143,26 +143,27 @@ def measured(grads: ScaledGrads, max_norm: float | None, *, norm_type: float = 2
         may_flow = all_finite(grads)
         grads = map_tensors(lambda leaf: blocked(leaf, may_flow) if is_differentiable(leaf) else leaf, grads)
     norm = _scaled_norm(grads, float(norm_type))
-    divisor = denominator(grads)
-    finite = torch.isfinite(norm.value()) if norm.one_read else norm.finite & like(all_finite(grads), norm.finite)
-    finite = finite & like(usable(divisor), finite)
+    value, divisor = norm.value(), denominator(grads)
+    finite = (value.abs() < math.inf) if norm.one_read else norm.finite & like(all_finite(grads), norm.finite)
     if max_norm is not None:
         divisor = divisor.to(scalar_dtype(divisor.device))
-        divisor = divisor / like(_coefficient(norm, float(max_norm), float(eps)), divisor)
-        finite = finite & like(usable(divisor.to(torch.float32)), finite)
-    return Measured(divisor, norm.value(), like(finite, divisor))
+        divisor = divisor / like(_coefficient(norm, value, float(max_norm), float(eps)), divisor)
+    finite = like(finite, divisor) & usable(divisor.to(torch.float32))
+    return Measured(divisor, value, finite)
 
 
 def _clipped(grads: ScaledGrads, norm: _Norm, max_norm: float | None, eps: float) -> ScaledGrads:
     if max_norm is None:
         return grads
-    scale = grads.scale / like(_coefficient(norm, max_norm, eps), grads.scale).to(torch.float32)
+    scale = grads.scale / like(_coefficient(norm, norm.value(), max_norm, eps), grads.scale).to(torch.float32)
     return with_fields(grads, scale=scale)
 
 
 def _scaled_norm(grads: ScaledGrads, norm_type: float) -> _Norm:
     norm = _norm(gradient_leaves(grads.tree), norm_type)
-    divisor = like(denominator(grads), norm.unit)
+    divisor = like(denominator(grads), norm.mantissa)
+    if norm.one_read:
+        return norm._replace(mantissa=norm.mantissa / divisor)
     unit = norm.unit / divisor
     # 2**-90 / 2**60 is no float32: there the norm itself stands in, as of stored gradients it is one.
     normal = torch.isfinite(unit) & (unit >= torch.finfo(torch.float32).tiny)
@@ -185,39 +186,35 @@ def _norm_in_one_read(leaves: list[Tensor]) -> _Norm:
     A double holds the square of every float32. A CPU adds doubles slowly unless the compiler
     vectorizes them: its operator adds float32 and looks whether that was enough.
     """
-    if not torch.compiler.is_compiling() and all([type(leaf) is Tensor and leaf.is_cpu for leaf in leaves]):
-        mantissa, unit = torch.ops.functional_amp.norm(leaves)
-        return _Norm(mantissa, unit, torch.isfinite(mantissa), one_read=True)
     if torch.compiler.is_compiling():
         squares = [leaf.to(torch.float64).square().sum() for leaf in leaves]
         norm = torch.stack([like(square, leaves[0]) for square in squares]).sum().sqrt()
+    elif all([type(leaf) is Tensor and leaf.is_cpu for leaf in leaves]):
+        norm = torch.ops.functional_amp.norm(leaves)
     else:
         norms = torch._foreach_norm(leaves, 2, dtype=torch.float64)
         norm = torch.linalg.vector_norm(torch.stack([like(norm, leaves[0]) for norm in norms]))
-    unit = _unit(torch.where(torch.isfinite(norm), norm, 1).to(torch.float32), 2.0)
-    mantissa = (norm / unit).to(torch.float32)
-    return _Norm(mantissa, unit, torch.isfinite(mantissa), one_read=True)
+    return _Norm(norm, 1.0, norm.abs() < math.inf, one_read=True)
 
 
-def _norm_on_cpu(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _norm_on_cpu(leaves: list[Tensor]) -> Tensor:
     # Of many elements, dot is the faster sum of squares, and loses fewer digits.
-    large = [leaf.dtype == torch.float32 and leaf.numel() >= 2**15 and leaf.is_contiguous() for leaf in leaves]
-    norms = [
-        torch.dot(leaf.view(-1), leaf.view(-1)).sqrt() for leaf, chosen in zip(leaves, large, strict=True) if chosen
-    ]
+    large = [leaf.numel() >= 2**15 and leaf.dtype == torch.float32 and leaf.is_contiguous() for leaf in leaves]
+    vectors = [leaf.view(-1) for leaf, chosen in zip(leaves, large, strict=True) if chosen]
     small = [leaf for leaf, chosen in zip(leaves, large, strict=True) if not chosen]
+    norms = [torch.dot(vector, vector).sqrt() for vector in vectors]
     norms += torch._foreach_norm(small, 2, dtype=torch.float32) if small else ()
     plain = torch.linalg.vector_norm(torch.stack(norms))
     with torch._C.DisableTorchFunction():  # a kernel, below the modes that watch calls, as torch's own are
         enough = 2.0**-45 < plain.item() < 2.0**60
     if enough:
-        return plain, torch.ones_like(plain)
+        return plain.to(torch.float64)
     norm = _norm_in_units(leaves, 2.0)
-    return norm.mantissa, norm.unit
+    return norm.mantissa.to(torch.float64) * norm.unit
 
 
 _LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")
-_LIBRARY.define("norm(Tensor[] leaves) -> (Tensor, Tensor)")
+_LIBRARY.define("norm(Tensor[] leaves) -> Tensor")
 _LIBRARY.impl("norm", _norm_on_cpu, "CPU")
 
 
@@ -256,9 +253,9 @@ def _unit(peak: Tensor, norm_type: float) -> Tensor:
     return torch.where((peak < small) & (peak > 0), down, unit)
 
 
-def _coefficient(norm: _Norm, max_norm: float, eps: float) -> Tensor:
+def _coefficient(norm: _Norm, value: Tensor, max_norm: float, eps: float) -> Tensor:
     """What the gradients are multiplied by: exactly 1 where they are to stay as they are."""
-    over = norm.finite & (norm.value() > max_norm)
+    over = norm.finite & (value > max_norm)
     # The divisor of the branch not taken is 1: no 0 / 0 reaches an outer derivative.
     divisor = torch.where(over, norm.mantissa + eps / norm.unit, 1)
     return torch.where(over, max_norm / norm.unit / divisor, 1)

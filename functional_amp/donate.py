@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 from functional_amp.backward import Loss, Problem, ScaledGrads, recorded, weight_tensor, weighted
-from functional_amp.optim.per_leaf import owned
+from functional_amp.inplace import apart, disjoint, owned, writes, wrote
 from functional_amp.scaler import Scaler
-from functional_amp.state import TrainState, apart, disjoint
+from functional_amp.state import TrainState
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import PyTree, flatten, like, new, widened, with_fields
 
@@ -68,8 +69,13 @@ def accumulate_in_place(
         grad, leaf.grad, added[index] = widened(weighted(leaf.grad, loss_weight)), None, True
         grad = grad if ratio is None else grad * like(ratio, grad)
         old, sums[index] = sums[index], None
-        # Only a sum of our own is written to: the first gradient may be a view of a user's tensor.
-        sums[index] = grad if old is None else old.add_(grad) if owned(old) else old + grad
+        if old is None:
+            sums[index] = grad
+        elif owned(old):
+            wrote()
+            sums[index] = old.add_(grad)
+        else:  # the first gradient may be a view of a user's tensor
+            sums[index] = old + grad
 
     for index, leaf in enumerate(leaves):
         leaf.register_post_accumulate_grad_hook(functools.partial(add, index))
@@ -92,12 +98,13 @@ Lineage = list["weakref.ref[TrainState]"]
 """The last state that a step returned, whose tensors are known to be its own."""
 
 
-def donated(function: Callable[..., R], lineage: Lineage) -> Callable[..., R]:
+def donated(function: Callable[..., R], lineage: Lineage, *, closes: bool, in_graph: bool) -> Callable[..., R]:
     """A function of a state that takes the state away from the caller.
 
     Where it raises before anything was written, the caller keeps the state as it was. Where it
-    raises later, what was written to is lost, the open window or the state, and reading that raises.
-    Under an outer transform and inside a graph nothing is taken away.
+    raises later, the state is lost if the function `closes` the window, else the open window alone;
+    reading what is lost raises. `in_graph` says that the function is a compiled one. Under an outer
+    transform and inside a graph nothing is taken away.
     """
 
     @functools.wraps(function)
@@ -108,20 +115,20 @@ def donated(function: Callable[..., R], lineage: Lineage) -> Callable[..., R]:
         taken = new(TrainState, **fields)
         if not lineage or lineage[0]() is not state:  # a state by other hands
             taken = _own(taken)
-        window = taken.window
-        kept = with_fields(taken, window=None)
-        versions = _versions(kept), _versions(window)
         _replace(state, {"_gone": _GIVEN})
+        before = writes()
         try:
             result = function(taken, *args)
-        except BaseException:
-            if versions[0] is None or _versions(kept) != versions[0]:
+        except BaseException as error:
+            # What a graph had written when it raised nobody knows; one that was never made wrote nothing.
+            unwritten = isinstance(error, TorchDynamoException) if in_graph else writes() == before
+            if unwritten:
+                _replace(state, fields)
+            elif closes:
                 _replace(state, {"_gone": _LOST})
-            elif _versions(window) != versions[1]:
+            else:
                 del fields["window"]
                 _replace(state, {**fields, "_gone": _LOST_WINDOW})
-            else:
-                _replace(state, fields)
             raise
         lineage[:] = [weakref.ref(result if isinstance(result, TrainState) else cast(Any, result)[0])]
         return result
@@ -144,11 +151,3 @@ def _own(state: TrainState) -> TrainState:
 def _replace(state: TrainState, fields: dict[str, Any]) -> None:
     vars(state).clear()
     vars(state).update(fields)
-
-
-def _versions(tree: PyTree) -> list[int] | None:
-    """How often each tensor was written to; None for the tensors of an inference mode, which do not count."""
-    try:
-        return [leaf._version for leaf in flatten(tree).leaves if leaf is not None]
-    except RuntimeError:
-        return None

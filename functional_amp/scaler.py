@@ -140,7 +140,7 @@ class DynamicScale:
         tracker = self.growth_tracker + 1
         grow = tracker >= self.growth_interval
         grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
-        grown = torch.where(grow & torch.isfinite(grown), grown, self.scale)
+        grown = torch.where(grow & (grown <= FLOAT32_MAX), grown, self.scale)
         tracker = torch.where(grow, 0, tracker)
         full = torch.full_like(self.hysteresis_tracker, self.hysteresis)
         refilled = full if self.refill == "good" else torch.where(grow, full, self.hysteresis_tracker)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from functional_amp.backward import ScaledGrads
+from functional_amp.inplace import apart, copied
 from functional_amp.optim.base import Optimizer, init_with
 from functional_amp.scaler import DynamicScale, Scaler, check_scaler
 from functional_amp.transform import stage, transformed
-from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors, register
+from functional_amp.tree import PyTree, flatten_tensors, map_tensors, register
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,45 +115,9 @@ def init_state(
     if transformed():
         opt_state = init_with(optimizer, params)
     else:
-        params, buffers = map_tensors(_copy, params), map_tensors(_copy, buffers)
-        scaler = cast(Scaler, map_tensors(_copy, scaler))
+        params, buffers = map_tensors(copied, params), map_tensors(copied, buffers)
+        scaler = cast(Scaler, map_tensors(copied, scaler))
         opt_state = apart(init_with(optimizer, params), params)
     # One tensor each: torch.compile guards on two inputs being the same object, and they never are again.
     counters = [torch.zeros_like(scaler.scale, dtype=torch.int32) for _ in range(3)]
     return TrainState(params, opt_state, scaler, buffers, None, *counters)
-
-
-def _copy(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone(memory_format=torch.contiguous_format if overlaps(leaf) else torch.preserve_format)
-
-
-def overlaps(leaf: Tensor) -> bool:
-    """Whether a leaf is expanded: it has fewer elements than it shows, and can not be written to."""
-    return any(stride == 0 and size > 1 for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-
-
-def disjoint(tree: PyTree) -> bool:
-    """Whether no two leaves lie on the same bytes, as far as contiguous leaves go: others are not looked into."""
-    leaves = [leaf for leaf in flatten(tree).leaves if leaf is not None]
-    if not all([leaf.is_contiguous() for leaf in leaves]):
-        return False
-    places = sorted([(leaf.data_ptr(), leaf.nbytes) for leaf in leaves])
-    return all([start + size <= after for (start, size), (after, _) in pairwise(places) if start])
-
-
-def apart(tree: PyTree, *others: PyTree) -> PyTree:
-    """The tree with a storage for each leaf: a copy of each that shares one with another or with `others`."""
-    if torch.compiler.is_compiling():
-        return map_tensors(_copy, tree)
-    seen = {leaf.untyped_storage()._cdata for leaf in flatten(others).leaves if isinstance(leaf, Tensor)}
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        storage = leaf.untyped_storage()._cdata
-        if storage in seen or overlaps(leaf):
-            return _copy(leaf)
-        seen.add(storage)
-        return leaf.detach() if leaf.requires_grad else leaf
-
-    return map_tensors(own, tree)

@@ -24,6 +24,7 @@ from functional_amp.backward import (
 from functional_amp.clip import check_clip, measured
 from functional_amp.compiled import Compile, compiled
 from functional_amp.donate import Added, Lineage, accumulate_in_place, donated
+from functional_amp.inplace import into
 from functional_amp.optim.base import Optimizer, check_optimizer, transact
 from functional_amp.precision import cast_floating, check_dtype
 from functional_amp.random import seeded
@@ -31,7 +32,7 @@ from functional_amp.scaler import check_finite, update_scale
 from functional_amp.scan import scan_window
 from functional_amp.state import Metrics, TrainState, Window
 from functional_amp.transform import stage, transformed
-from functional_amp.tree import PyTree, into, like, map_tensors, select, with_fields
+from functional_amp.tree import PyTree, like, map_tensors, select, with_fields
 
 R = TypeVar("R")
 
@@ -218,7 +219,6 @@ def make_step(
             )
         return Added(added, grads.weight, loss, aux)
 
-    @stage
     def accumulate_window(state: TrainState, micro_batch: Any, donate: bool = donate) -> TrainState:
         window = state.window
         if window is None:
@@ -231,7 +231,6 @@ def make_step(
         loss = loss if window is None else window.loss + loss
         return with_fields(state, window=Window(grads, loss, buffers, None if compute_dtype is None else params))
 
-    @stage
     def update(state: TrainState) -> tuple[TrainState, Metrics]:
         window = state.window
         if window is None:
@@ -257,18 +256,19 @@ def make_step(
         loss = window.loss / torch.where(weight == 0, 1, weight)
         return next_state, Metrics(loss, norm, finite, state.scaler.scale, weight)
 
-    @stage
     def scanned(state: TrainState, micro_batches: Any) -> tuple[TrainState, Metrics]:
         in_place = donate and not torch.compiler.is_compiling()  # the body of a scan may write to nothing
         return update(scan_window(functools.partial(accumulate_window, donate=in_place), state, micro_batches))
 
     lineage: Lineage = []
 
-    def finished(half: Callable[..., R]) -> Callable[..., R]:
-        half = compiled(half, compile, backend)
-        return _on_state(donated(half, lineage) if donate else half)
+    def finished(half: Callable[..., R], *, closes: bool) -> Callable[..., R]:
+        half = compiled(stage(half, detach=not donate), compile, backend)
+        return _on_state(donated(half, lineage, closes=closes, in_graph=compile is not False) if donate else half)
 
-    return Step(finished(accumulate_window), finished(update), finished(scanned))
+    return Step(
+        finished(accumulate_window, closes=False), finished(update, closes=True), finished(scanned, closes=True)
+    )
 
 
 def _on_state(function: Callable[..., R]) -> Callable[..., R]:

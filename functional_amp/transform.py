@@ -19,11 +19,14 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def stage(function: Callable[P, R]) -> Callable[P, R]:
+def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
     """Keep the outputs of a pure function free of autograd history.
 
     `torch.func.grad` ignores a `no_grad` that surrounds it, so differentiation inside the
     stage is unaffected. Under an outer transform the stage stays differentiable.
+
+    Args:
+        detach: False where no input has a history that an output could be.
     """
 
     @functools.wraps(function)
@@ -31,7 +34,8 @@ def stage(function: Callable[P, R]) -> Callable[P, R]:
         if transformed():
             return function(*args, **kwargs)
         with torch.no_grad():
-            return _detached(function(*args, **kwargs))
+            output = function(*args, **kwargs)
+        return _detached(output) if detach else output
 
     return wrapped
 

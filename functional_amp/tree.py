@@ -330,23 +330,6 @@ def select(condition: Tensor, new: PyTree, old: PyTree, what: str = "select") ->
     return new_flat.unflatten(selected)
 
 
-def into(old: PyTree, new: PyTree) -> PyTree:
-    """The new tree, written into the storage of the old one; 0-dim leaves stay new.
-
-    In a compiled graph this is what makes the compiler write in place.
-    """
-    old_flat, new_flat = flatten(old), flatten(new)
-    if old_flat.spec != new_flat.spec:
-        return new
-    leaves = [
-        before.copy_(after)
-        if isinstance(before, Tensor) and after is not before and before.dim() and before.dtype == after.dtype
-        else after
-        for before, after in zip(old_flat.leaves, new_flat.leaves, strict=True)
-    ]
-    return new_flat.unflatten(leaves)
-
-
 def split(tree: PyTree, predicate: Callable[[str, Any], bool]) -> tuple[PyTree, PyTree]:
     """Splits a tree in two of the same structure, each with None at the other's leaves.
 

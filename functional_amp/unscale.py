@@ -91,7 +91,7 @@ def _finite(leaves: Sequence[Tensor], divisor: Tensor) -> Tensor:
 
 def usable(divisor: Tensor) -> Tensor:
     """Whether gradients can be divided by it; a scale * weight outside float32 counts as overflow."""
-    return torch.isfinite(divisor) & (divisor > 0)
+    return (divisor > 0) & (divisor < torch.inf)
 
 
 def gradient_leaves(grads: PyTree, what: str = "grads") -> list[Tensor]:

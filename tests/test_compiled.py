@@ -91,6 +91,39 @@ def test_a_skipped_window_is_a_transaction_in_a_donating_compiled_step():
     assert_identical((state.params, state.opt_state, state.buffers), before)
 
 
+def test_a_graph_that_can_not_be_made_leaves_the_donated_state_as_it_was():
+    def loss_fn(p: Tensor, x: Tensor) -> Tensor:
+        if x.dim() == 0:
+            raise ValueError("a loss that raises")
+        return (p * x).sum()
+
+    optimizer = fa.sgd(0.1)
+    step = fa.make_step(loss_fn, optimizer, donate=True, compile=AOT)
+    state = fa.init_state(torch.ones(2), optimizer)
+    opened = step.accumulate(state, torch.ones(2))
+    with pytest.raises(Exception, match="a loss that raises"):
+        step.accumulate(opened, torch.tensor(1.0))
+    state, _ = step.update(opened)
+    assert state.applied.item() == 1
+
+
+def test_a_graph_that_raises_while_it_runs_loses_what_it_may_have_written():
+    def broken(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            raise MemoryError
+
+        return run
+
+    optimizer = fa.sgd(0.1)
+    step = fa.make_step(lambda p, x: (p * x).sum(), optimizer, donate=True)
+    state = step.accumulate(fa.init_state(torch.ones(2), optimizer), torch.ones(2))
+    failing = fa.make_step(lambda p, x: (p * x).sum(), optimizer, donate=True, compile={"backend": broken})
+    with pytest.raises(MemoryError):
+        failing.update(state)
+    with pytest.raises(RuntimeError, match="lost"):
+        _ = state.params
+
+
 def test_nothing_of_the_callers_is_written_to_by_a_donating_compiled_step():
     def loss_fn(p: Tensor, x: Tensor) -> Tensor:
         return (p * x).sum()

@@ -85,15 +85,18 @@ class _Operators(TorchDispatchMode):
 
 
 class Float64Tensors(TorchDispatchMode):
-    """Records the operators that made a float64 or complex128 tensor."""
+    """Records the operators that made a float64 or complex128 tensor; with scalars=False, 0-dim ones apart."""
 
-    def __init__(self):
+    def __init__(self, *, scalars: bool = True):
         super().__init__()
         self.found: list[str] = []
+        self._scalars = scalars
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if any(isinstance(t, Tensor) and t.dtype in (torch.float64, torch.complex128) for t in flatten(out).leaves):
+        wide = (torch.float64, torch.complex128)
+        tensors = [t for t in flatten(out).leaves if isinstance(t, Tensor) and (self._scalars or t.dim())]
+        if any(t.dtype in wide for t in tensors):
             self.found.append(str(func))
         return out
 
@@ -234,10 +237,10 @@ def test_no_scaler_reads_a_tensor_or_makes_a_float64_one(scaler: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
-def test_no_float64_tensor_where_no_leaf_is_float64(dtype: torch.dtype):
+def test_no_array_of_float64_where_no_leaf_is_float64(dtype: torch.dtype):
     leaf = torch.randn(3).to(dtype)
     grads = fa.ScaledGrads({"a": leaf, "b": [leaf, None, torch.arange(2)]}, 8.0, 2.0)
-    with Float64Tensors() as wide:
+    with Float64Tensors(scalars=False) as wide:
         more = fa.accumulate(grads, grads, where=torch.tensor(True))
         fa.all_finite(more)
         plain, _ = fa.unscale(more)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
+from functional_amp.inplace import into
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import (
     Flat,
@@ -16,7 +17,6 @@ from functional_amp.tree import (
     check_structure,
     divided,
     flatten_tensors,
-    into,
     is_differentiable,
     like,
     map_tensors,

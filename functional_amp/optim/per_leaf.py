@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from functional_amp.inplace import owned, wrote
 from functional_amp.optim.base import Optimizer, fitted, matched, with_fused
 from functional_amp.transform import stage
 from functional_amp.tree import (
@@ -142,7 +143,9 @@ def per_leaf(
             param, move, values = _ruled(leaf_rule, flats, index)
             news = [_moved(param, move).to(olds[0].dtype), *values]
             news = [torch.where(like(applied, old), new, old) for new, old in zip(news, olds, strict=True)]
-            news = [old.copy_(new) for new, old in zip(news, olds, strict=True)] if donate else news
+            if donate:
+                wrote()
+                news = [old.copy_(new) for new, old in zip(news, olds, strict=True)]
             flats[0].leaves[index] = news[0]
             _put(flats, index, news[1:])
         for indices in plan.groups:
@@ -292,6 +295,7 @@ def _run(
         works = olds if plain else [[leaf.contiguous() for leaf in leaves] for leaves in olds]
     else:
         works = [[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves] for leaves in olds]
+    wrote()
     torch.autograd.graph.increment_version(itertools.chain(*works))  # the kernels themselves do not
     kernel(works[0], grads, works[1:], count.to(device), scale, (~applied).to(device, torch.float32))
     if works is olds:
@@ -303,11 +307,6 @@ def _run(
                     old.copy_(new)
             else:  # strides must not change from step to step either
                 flat.leaves[index] = new if new.stride() == old.stride() else torch.empty_like(old).copy_(new)
-
-
-def owned(tensor: Tensor) -> bool:
-    """Whether nobody else holds the storage of a tensor: a gradient may be a view of a user's own tensor."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2  # the tensor's, and this question's
 
 
 def _moved(param: Tensor, move: Move) -> Tensor:
