@@ -186,15 +186,16 @@ def _norm_in_one_read(leaves: list[Tensor]) -> _Norm:
     A double holds the square of every float32. A CPU adds doubles slowly unless the compiler
     vectorizes them: its operator adds float32 and looks whether that was enough.
     """
-    if torch.compiler.is_compiling():
-        squares = [leaf.to(torch.float64).square().sum() for leaf in leaves]
-        norm = torch.stack([like(square, leaves[0]) for square in squares]).sum().sqrt()
-    elif all([type(leaf) is Tensor and leaf.is_cpu for leaf in leaves]):
+    if torch.compiler.is_compiling() or all([type(leaf) is Tensor and leaf.is_cpu for leaf in leaves]):
         norm = torch.ops.functional_amp.norm(leaves)
     else:
-        norms = torch._foreach_norm(leaves, 2, dtype=torch.float64)
-        norm = torch.linalg.vector_norm(torch.stack([like(norm, leaves[0]) for norm in norms]))
+        norm = _norm_in_float64(leaves)
     return _Norm(norm, 1.0, norm.abs() < math.inf, one_read=True)
+
+
+def _norm_in_float64(leaves: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(leaves, 2, dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack([like(norm, leaves[0]) for norm in norms]))
 
 
 def _norm_on_cpu(leaves: list[Tensor]) -> Tensor:
@@ -216,6 +217,8 @@ def _norm_on_cpu(leaves: list[Tensor]) -> Tensor:
 _LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")
 _LIBRARY.define("norm(Tensor[] leaves) -> Tensor")
 _LIBRARY.impl("norm", _norm_on_cpu, "CPU")
+_LIBRARY.impl("norm", _norm_in_float64, "CUDA")
+_LIBRARY.impl("norm", lambda leaves: torch.empty((), dtype=torch.float64, device=leaves[0].device), "Meta")
 
 
 def _norm_in_units(leaves: Sequence[Tensor], norm_type: float) -> _Norm:

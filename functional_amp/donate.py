@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 
 from functional_amp.backward import Loss, Problem, ScaledGrads, recorded, weight_tensor, weighted
 from functional_amp.inplace import apart, disjoint, owned, writes, wrote
@@ -121,7 +120,7 @@ def donated(function: Callable[..., R], lineage: Lineage, *, closes: bool, in_gr
             result = function(taken, *args)
         except BaseException as error:
             # What a graph had written when it raised nobody knows; one that was never made wrote nothing.
-            unwritten = isinstance(error, TorchDynamoException) if in_graph else writes() == before
+            unwritten = _is_of_compiler(error) if in_graph else writes() == before
             if unwritten:
                 _replace(state, fields)
             elif closes:
@@ -134,6 +133,12 @@ def donated(function: Callable[..., R], lineage: Lineage, *, closes: bool, in_gr
         return result
 
     return wrapped
+
+
+def _is_of_compiler(error: BaseException) -> bool:
+    from torch._dynamo.exc import TorchDynamoException  # a second of import, for those who compile
+
+    return isinstance(error, TorchDynamoException)
 
 
 def _own(state: TrainState) -> TrainState:

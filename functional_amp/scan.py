@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.scan import scan
 
 from functional_amp.state import TrainState
 from functional_amp.tree import Flat, PyTree, flatten, map_tensors, paths, with_fields
@@ -26,6 +25,8 @@ def scan_window(accumulate: Accumulate, state: TrainState, micro_batches: PyTree
         for index in range(n):
             state = accumulate(state, map_tensors(lambda leaf, index=index: leaf[index], micro_batches))
         return state
+
+    from torch._higher_order_ops.scan import scan  # a second of import, for those who compile
 
     state = accumulate(state, flat.unflatten([leaf if leaf is None else leaf[0] for leaf in flat.leaves]))
     if n == 1:

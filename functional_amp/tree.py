@@ -194,7 +194,10 @@ def widened(leaf: Any) -> Any:
 
 def divided(leaf: Any, divisor: Tensor) -> Any:
     """A float or complex leaf over a 0-dim divisor, widened first."""
-    return widened(leaf) / like(divisor, leaf) if is_differentiable(leaf) else leaf
+    if not is_differentiable(leaf):
+        return leaf
+    wide = widened(leaf)
+    return wide / like(divisor, wide).to(wide.real.dtype)  # a compiler would widen all elements to the divisor's dtype
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from functional_amp.checks import check_non_negative, check_unit_interval
+from functional_amp.materialize import materialized
 from functional_amp.optim.base import Optimizer
+from functional_amp.optim.kernels import run_adam
 from functional_amp.optim.per_leaf import LeafRule, Move, per_leaf, zeros
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
 from functional_amp.transform import transformed
@@ -97,9 +99,9 @@ def _adam(
         t = (count + 1).to(scalar_dtype(count.device))
         rate = learning_rate(lr, count)
         rate = like(rate, t).to(t.dtype) if isinstance(rate, Tensor) else rate
-        step_size = rate / (1 - beta1**t)
-        correction = (1 - beta2**t).sqrt()
-        decay = rate * weight_decay if decoupled else 0.0
+        step_size = materialized(rate / (1 - beta1**t))
+        correction = materialized((1 - beta2**t).sqrt())
+        decay = materialized(rate * weight_decay if decoupled else 0.0)
 
         def leaf_rule(param: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> tuple[Move, tuple[Tensor, Tensor]]:
             def scalar(value: float | Tensor) -> float | Tensor:
@@ -118,8 +120,6 @@ def _adam(
 
         return leaf_rule
 
-    fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-
     def kernel(
         params: list[Tensor],
         grads: list[Tensor],
@@ -128,22 +128,9 @@ def _adam(
         divisor: Tensor | None,
         skip: Tensor,
     ) -> None:
-        fused(
-            params,
-            grads,
-            *slots,
-            [],
-            [(count + 1).float()] * len(params),
-            lr=kernel_rate(lr, count),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=skip,
-        )
+        m, v = slots
+        rate = kernel_rate(lr, count)
+        run_adam(params, grads, m, v, count, rate, (beta1, beta2), weight_decay, eps, decoupled, divisor, skip)
 
     return per_leaf(AdamState, [zeros, zeros], rule, kernel)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.inplace import into
+from functional_amp.materialize import materialized
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import (
     Flat,
@@ -16,6 +17,7 @@ from functional_amp.tree import (
     check_leaf,
     check_structure,
     divided,
+    flatten,
     flatten_tensors,
     is_differentiable,
     like,
@@ -24,6 +26,8 @@ from functional_amp.tree import (
     select,
     widened,
 )
+
+_MANY_LEAVES = 24
 
 Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
@@ -76,8 +80,9 @@ def transact(
 ) -> tuple[PyTree, PyTree]:
     """The parameters and the state after an update with `grads / divisor`, or as they were where not `applied`.
 
-    In eager mode by the `fused` attribute of the optimizer's `step`, a function of these arguments,
-    where there is one: the same update in one pass.
+    By the `fused` attribute of the optimizer's `step`, a function of these arguments, where there is
+    one: the same update in one pass. In a graph that copies, plain operations move fewer bytes, but
+    each leaf takes the better part of a second to compile.
 
     Args:
         divisor: the units that the gradients carry; None for true units.
@@ -86,7 +91,8 @@ def transact(
     """
     _, _, step = _functions(optimizer)
     fused = getattr(step, "fused", None)
-    if fused is not None and not (torch.compiler.is_compiling() or transformed()):
+    many = not torch.compiler.is_compiling() or donate or len(flatten(params).leaves) > _MANY_LEAVES
+    if fused is not None and many and not transformed():
         return fused(grads, opt_state, params, divisor, applied, donate)
     matched(params, grads, "grads")
     if transformed():
@@ -96,7 +102,9 @@ def transact(
     else:
         params = map_tensors(lambda p: p.detach() if p.requires_grad else p, params)
     if divisor is not None:
+        divisor = materialized(divisor)
         grads = map_tensors(lambda g: divided(g, divisor), grads)
+    applied = materialized(applied)
     new_params, new_state = step_with(optimizer, grads, opt_state, params)
     new_params, new_state = (
         select(applied, new_params, params, "params"),

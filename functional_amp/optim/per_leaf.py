@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_amp.inplace import owned, wrote
 from functional_amp.optim.base import Optimizer, fitted, matched, with_fused
+from functional_amp.optim.kernels import Kernel
 from functional_amp.transform import stage
 from functional_amp.tree import (
     Flat,
@@ -40,8 +41,6 @@ class Move(NamedTuple):
 
 LeafRule: TypeAlias = Callable[..., tuple[Move, tuple[Tensor | None, ...]]]
 RuleAt: TypeAlias = Callable[[Tensor], LeafRule]
-Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None, Tensor], None]
-"""`kernel(params, grads, slots, count, divisor, skip)`, in place; `skip` is 1.0 or 0.0."""
 
 
 def zeros(params: PyTree) -> PyTree:
@@ -128,14 +127,17 @@ def per_leaf(
         grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, donate: bool
     ) -> tuple[PyTree, Any]:
         count = count_of(opt_state)
-        flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
-        plan = plans[0] if plans and plans[0].fits(flats) else None
-        if plan is None:
+        if torch.compiler.is_compiling():
             flats, taken = columns(grads, opt_state, params)
-            plan = _Plan.of(flats, *(_grouped(flats, taken) if kernel else ([], taken)))
-            plans[:] = [plan]
-        leaf_rule = rule(count) if plan.rest else None
-        for index in plan.rest:
+            (groups, rest), plain = _grouped(flats, taken) if kernel else ([], taken), False
+        else:
+            flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
+            if not (plans and plans[0].fits(flats)):
+                flats, taken = columns(grads, opt_state, params)
+                plans[:] = [_Plan.of(flats, *(_grouped(flats, taken) if kernel else ([], taken)))]
+            groups, rest, plain = plans[0][-3:]
+        leaf_rule = rule(count) if rest else None
+        for index in rest:
             assert leaf_rule is not None
             olds = [flats[0].leaves[index], *(slot.leaves[index] for slot in flats[2:])]
             if divisor is not None:
@@ -144,13 +146,13 @@ def per_leaf(
             news = [_moved(param, move).to(olds[0].dtype), *values]
             news = [torch.where(like(applied, old), new, old) for new, old in zip(news, olds, strict=True)]
             if donate:
-                wrote()
+                _about_to_write()
                 news = [old.copy_(new) for new, old in zip(news, olds, strict=True)]
             flats[0].leaves[index] = news[0]
             _put(flats, index, news[1:])
-        for indices in plan.groups:
+        for indices in groups:
             assert kernel is not None
-            _run(kernel, flats, indices, plan.plain, count, divisor, applied, donate)
+            _run(kernel, flats, indices, plain, count, divisor, applied, donate)
         new_params, _, *new_slots = (flat.unflatten(flat.leaves) for flat in flats)
         return new_params, state_type(count + applied, *new_slots)
 
@@ -286,17 +288,16 @@ def _run(
     if scale is not None and dtype == torch.float64:  # the kernel takes a float32 scale
         grads, scale = [divided(grad, scale) for grad in grads], None
     if not plain:
-        grads = [grad.to(dtype).contiguous() for grad in grads]
+        grads = [_dense(grad if grad.dtype == dtype else grad.to(dtype)) for grad in grads]
     if scale is not None:
         # The kernel writes to the gradients too, and those may be someone else's.
         scale = scale.to(torch.float32)
-        grads = [grad if donate and owned(grad) else grad.clone() for grad in grads]
+        grads = [grad if donate and (torch.compiler.is_compiling() or owned(grad)) else grad.clone() for grad in grads]
     if donate:
-        works = olds if plain else [[leaf.contiguous() for leaf in leaves] for leaves in olds]
+        works = olds if plain else [[_dense(leaf) for leaf in leaves] for leaves in olds]
     else:
         works = [[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves] for leaves in olds]
-    wrote()
-    torch.autograd.graph.increment_version(itertools.chain(*works))  # the kernels themselves do not
+    _about_to_write(*works)
     kernel(works[0], grads, works[1:], count.to(device), scale, (~applied).to(device, torch.float32))
     if works is olds:
         return
@@ -307,6 +308,16 @@ def _run(
                     old.copy_(new)
             else:  # strides must not change from step to step either
                 flat.leaves[index] = new if new.stride() == old.stride() else torch.empty_like(old).copy_(new)
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    return leaf if leaf.is_contiguous() else leaf.contiguous()
+
+
+def _about_to_write(*leaves: list[Tensor]) -> None:
+    if not torch.compiler.is_compiling():
+        wrote()
+        torch.autograd.graph.increment_version(itertools.chain(*leaves))  # the kernels themselves do not
 
 
 def _moved(param: Tensor, move: Move) -> Tensor:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_non_negative, check_unit_interval
+from functional_amp.materialize import materialized
 from functional_amp.optim.base import Optimizer
+from functional_amp.optim.kernels import run_sgd
 from functional_amp.optim.per_leaf import LeafRule, Move, per_leaf, zeros
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
 from functional_amp.tree import PyTree, like
@@ -64,7 +66,7 @@ def sgd(
         raise ValueError("nesterov: found True, expected momentum above 0 and dampening 0 with it.")
 
     def rule(count: Tensor) -> LeafRule:
-        rate = learning_rate(lr, count)
+        rate = materialized(learning_rate(lr, count))
 
         def leaf_rule(param: Tensor, grad: Tensor, buffer: Tensor | None = None) -> tuple[Move, tuple[Tensor, ...]]:
             if weight_decay:
@@ -87,20 +89,8 @@ def sgd(
         divisor: Tensor | None,
         skip: Tensor,
     ) -> None:
-        torch._fused_sgd_(
-            params,
-            grads,
-            slots[0] if momentum else [],
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=kernel_rate(lr, count),
-            dampening=dampening,
-            nesterov=nesterov,
-            maximize=False,
-            is_first_step=False,  # momentum * 0 + gradient is the first buffer
-            grad_scale=divisor,
-            found_inf=skip,
-        )
+        buffers = slots[0] if momentum else []
+        run_sgd(params, grads, buffers, kernel_rate(lr, count), momentum, weight_decay, nesterov, divisor, skip)
 
     # With dampening the first step is another one, and which it is nobody may ask on the host.
     return per_leaf(SGDState, [zeros] if momentum else [], rule, None if dampening else kernel)
