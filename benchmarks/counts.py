@@ -117,7 +117,7 @@ def graph_counts(variant: str, setup: Setup) -> dict[str, int]:
     window = work.window(3, setup.seed + 1, setup.device)
     schedule = fa.linear(1e-3, 0.0, 100)  # another learning rate after every applied update
     model = work.seeded_model(setup.seed, setup.device)
-    step, state = make_functional(model, setup, schedule, **make_options(variant))
+    step, state, _ = make_functional(model, setup, schedule, **make_options(variant))
     seen = [graphs()]
     for micro_batch in window[:2]:
         state = step.accumulate(state, micro_batch)

@@ -31,8 +31,7 @@ class Loop(NamedTuple):
 
 def make_options(variant: str) -> dict[str, Any]:
     """The options of `make_step` that a functional variant stands for."""
-    chosen = {"donate": variant.startswith("donated"), "compile": variant.endswith("-compiled")}
-    return {name: True for name, value in chosen.items() if value}
+    return {"donate": variant.startswith("donated"), "compile": variant.endswith("-compiled")}
 
 
 def make_loop(variant: str, task: Task, setup: Setup) -> Loop:
@@ -40,7 +39,7 @@ def make_loop(variant: str, task: Task, setup: Setup) -> Loop:
     model = task.seeded_model(setup.seed, setup.device)
     if variant.startswith("imperative"):
         return imperative(model, setup, compiled=variant.endswith("-compiled"))
-    return functional(model, setup, LEARNING_RATE, **make_options(variant))
+    return functional(model, setup, LEARNING_RATE, flat=variant.endswith("-flat"), **make_options(variant))
 
 
 def make_loops(task: Task, setup: Setup) -> dict[str, Loop]:
@@ -67,22 +66,26 @@ def imperative(model: nn.Module, setup: Setup, *, compiled: bool = False) -> Loo
     return Loop(run, lambda: {name: tensor.detach() for name, tensor in model.state_dict().items()})
 
 
-def functional(model: nn.Module, setup: Setup, lr: Any, **options: Any) -> Loop:
+def functional(model: nn.Module, setup: Setup, lr: Any, *, flat: bool = False, **options: Any) -> Loop:
     """The same with `make_step`; `options` are those of it that the variants differ in."""
-    step, state = make_functional(model, setup, lr, **options)
+    step, state, unravel = make_functional(model, setup, lr, flat=flat, **options)
 
     def run(micro_batches: Sequence[Batch]) -> None:
         nonlocal state
         state, _ = step(state, micro_batches)
 
-    return Loop(run, lambda: {**state.params, **(state.buffers or {})})
+    return Loop(run, lambda: {**unravel(state.params), **(state.buffers or {})})
 
 
-def make_functional(model: nn.Module, setup: Setup, lr: Any, **options: Any) -> tuple[fa.Step, fa.TrainState]:
+def make_functional(
+    model: nn.Module, setup: Setup, lr: Any, *, flat: bool = False, **options: Any
+) -> tuple[fa.Step, fa.TrainState, Callable[[Any], dict[str, Tensor]]]:
+    """The step, its first state, and what gives the parameters by name from those of a state."""
     apply, params, buffers = fa.from_module(model)
+    given, unravel = fa.ravel(params) if flat else (params, lambda params: params)
 
     def loss_fn(params: Any, batch: Batch, buffers: Any = None) -> Tensor | fa.Loss:
-        x, y = batch
+        (x, y), params = batch, unravel(params)
         if buffers is None:
             return F.cross_entropy(apply(params, x), y)
         output, buffers = apply.with_buffers(params, buffers, x)
@@ -90,4 +93,4 @@ def make_functional(model: nn.Module, setup: Setup, lr: Any, **options: Any) -> 
 
     optimizer = fa.adamw(lr)
     step = fa.make_step(fa.autocast(loss_fn, setup.dtype), optimizer, max_norm=MAX_NORM, **options)
-    return step, fa.init_state(params, optimizer, buffers=buffers or None)
+    return step, fa.init_state(given, optimizer, buffers=buffers or None), unravel

@@ -6,9 +6,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-EAGER = ("imperative", "pure", "donated")
-VARIANTS = ("imperative", "imperative-compiled", "pure", "donated", "pure-compiled", "donated-compiled")
-"""The imperative loop, with a compiled model too; the functional step with `donate=` and `compile=`."""
+EAGER = ("imperative", "pure", "donated", "donated-flat")
+VARIANTS = (
+    "imperative",
+    "imperative-compiled",
+    "pure",
+    "donated",
+    "donated-flat",
+    "pure-compiled",
+    "donated-compiled",
+)
+"""The imperative loop, with a compiled model too; the functional step with `donate=` and `compile=`, and with all
+parameters in one tensor."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from benchmarks.loops import LEARNING_RATE, MAX_NORM, make_options
 from benchmarks.measure import Call, bandwidths, interleaved
 from benchmarks.setup import Row, Setup
 from benchmarks.work import Transformer
-from functional_amp.tree import with_fields
 
 Shapes = Sequence[tuple[int, ...]]
 TAIL = "least, 32 B"
@@ -21,6 +20,9 @@ MOVED = {TAIL: 32, "with a half copy, 34 B": 34, "norm taken while adding, 30 B"
 """Bytes that must move per float32 parameter: the norm reads the gradient (4); AdamW reads gradient, parameter and two
 moments (16) and writes all but the gradient (12). The half copy for the next forward writes 2 more. A norm that is
 taken while the last micro-batch is added reads no gradient: 34 - 4."""
+
+
+OPTIONS: dict[str, Any] = {"max_norm": MAX_NORM}
 
 
 class Tail(NamedTuple):
@@ -53,7 +55,7 @@ def make_tail(variant: str, shapes: Shapes, setup: Setup) -> Tail:
     params = random_tensors(shapes, setup, setup.seed)
     if variant.startswith("imperative"):
         return imperative(params, setup)
-    return functional(params, **make_options(variant))
+    return functional(params, flat=variant.endswith("-flat"), **make_options(variant))
 
 
 def random_tensors(shapes: Shapes, setup: Setup, seed: int) -> list[Tensor]:
@@ -82,11 +84,16 @@ def imperative(values: list[Tensor], setup: Setup) -> Tail:
     return Tail(prepare, lambda: [param.detach() for param in params])
 
 
-def functional(params: list[Tensor], **options: Any) -> Tail:
+def functional(params: list[Tensor], *, flat: bool = False, **options: Any) -> Tail:
     optimizer = fa.adamw(LEARNING_RATE)
-    step = fa.make_step(lambda params, batch: params[0].sum(), optimizer, max_norm=MAX_NORM, **options)
-    state = fa.init_state(params, optimizer)
-    del params
+    given, unravel = fa.ravel(params) if flat else (params, lambda params: params)
+    step = fa.make_step(lambda params, grads: _Ready.apply(grads, *leaves(params)), optimizer, **OPTIONS, **options)
+    # The backward belongs to no tail: it runs in eager mode, and writes into the state of the same step.
+    opening = fa.make_step(lambda params, grads: _Ready.apply(grads, *leaves(params)), optimizer, **OPTIONS)
+    donates = options.get("donate", False)
+    accumulate = step.accumulate if donates and not options.get("compile") else opening.accumulate
+    state = fa.init_state(given, optimizer)
+    del params, given
 
     def update() -> None:
         nonlocal state
@@ -94,11 +101,31 @@ def functional(params: list[Tensor], **options: Any) -> Tail:
 
     def prepare(grads: list[Tensor]) -> Call:
         nonlocal state  # nothing else may hold the old state: its memory is free as soon as the update lets go of it
-        scaled = fa.ScaledGrads(grads, state.scaler.scale)
-        state = with_fields(state, window=fa.Window(scaled, torch.zeros_like(scaled.scale), None))
+        state = accumulate(state, [torch.cat([grad.flatten() for grad in grads])] if flat else grads)
         return update
 
-    return Tail(prepare, lambda: state.params)
+    return Tail(prepare, lambda: list(unravel(state.params)))
+
+
+def leaves(params: Any) -> list[Tensor]:
+    return params if isinstance(params, list) else list(params.values())
+
+
+class _Ready(torch.autograd.Function):
+    """A loss whose gradients are given: as they are, without the scale."""
+
+    @staticmethod
+    def forward(grads: list[Tensor], *params: Tensor) -> Tensor:
+        return torch.zeros((), device=params[0].device)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.grads = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        grads, ctx.grads = ctx.grads, None  # nobody but the state is to hold them
+        return None, *grads
 
 
 def measure(setup: Setup) -> list[Row]:

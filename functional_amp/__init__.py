@@ -33,6 +33,7 @@ from functional_amp.precision import autocast as autocast
 from functional_amp.precision import cast_floating as cast_floating
 from functional_amp.precision import with_policy as with_policy
 from functional_amp.random import seeded as seeded
+from functional_amp.ravel import ravel as ravel
 from functional_amp.scaler import DynamicScale as DynamicScale
 from functional_amp.scaler import NoScale as NoScale
 from functional_amp.scaler import Scaler as Scaler

@@ -119,7 +119,7 @@ class Flat(NamedTuple):
     def unflatten(self, leaves: Iterable[Any]) -> PyTree:
         if not torch.compiler.is_compiling():
             return optree.tree_unflatten(self.spec, leaves)
-        boxed = optree.tree_unflatten(self.spec, [_Box(leaf) for leaf in leaves])
+        boxed = optree.tree_unflatten(self.spec, [Box(leaf) for leaf in leaves])
         return optree.tree_map(_unboxed, boxed, is_leaf=_is_empty, none_is_leaf=True)
 
 
@@ -137,7 +137,7 @@ def paths(tree: PyTree) -> list[str]:
     return [path_name(path) for path in optree.tree_paths(tree, none_is_leaf=True)]
 
 
-class _Box:
+class Box:
     """A leaf that dynamo takes for no constant: it can neither flatten nor build a dict of constants."""
 
     def __init__(self, leaf: Any):
@@ -154,7 +154,7 @@ register(_Empty, ())
 
 def _boxed(tree: PyTree) -> PyTree:
     return optree.tree_map(
-        lambda leaf: _Empty() if _is_empty(leaf) else _Box(leaf), tree, is_leaf=_is_empty, none_is_leaf=True
+        lambda leaf: _Empty() if _is_empty(leaf) else Box(leaf), tree, is_leaf=_is_empty, none_is_leaf=True
     )
 
 
