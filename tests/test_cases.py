@@ -1,18 +1,17 @@
 """Faults that people met in public with this job, each as a small input with the value that is right.
 
 One test a case, named after its id and title; the docstring gives the thread the case comes from. The
-groups are in four files:
+groups are in five files:
 
     test_cases.py             S scaler, U unscale and finite check
     test_cases_clip.py        C clip
-    test_cases_training.py    K accumulation, M step and optimizers, P checkpoints, D several devices or ranks
+    test_cases_training.py    K accumulation, M step and optimizers, P checkpoints, D several devices
+    test_cases_ranks.py       D that need two processes: D02, D05
     test_cases_transforms.py  F functional transforms and compilation
 
 Not covered in any of them:
 
-    D02  no_sync must cover the forward: needs two processes. No stage here communicates.
-    D04  plain tensors mixed with sharded tensors in clip: needs a device mesh.
-    D05  workers disagree on the gradient norm: needs two processes. Its one-process half is C18.
+    D04  plain tensors mixed with sharded tensors in clip: needs a device mesh. Sharded tensors are not supported yet.
 
 C06 and F14 need a CUDA device and are marked so.
 """
