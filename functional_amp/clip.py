@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_plain, denominator
 from functional_amp.checks import LARGEST, check_number
+from functional_amp.sharded import is_sharded, of_each_part, whole
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import (
     PyTree,
@@ -175,7 +176,7 @@ def _scaled_norm(grads: ScaledGrads, norm_type: float) -> _Norm:
 def _norm(leaves: Sequence[Tensor], norm_type: float) -> _Norm:
     leaves = [leaf for leaf in leaves if leaf.numel()]
     single = norm_type == 2 and leaves and {leaf.dtype for leaf in leaves} <= _SINGLE and not transformed()
-    if single and all([leaf.is_cpu or leaf.is_cuda for leaf in leaves]):
+    if single and all([(leaf.is_cpu or leaf.is_cuda) and not is_sharded(leaf) for leaf in leaves]):
         return _norm_in_one_read(leaves)
     return _norm_in_units(leaves, norm_type)
 
@@ -235,7 +236,11 @@ def _norm_in_units(leaves: Sequence[Tensor], norm_type: float) -> _Norm:
         wide = leaf.to(torch.promote_types(accumulation_dtype(leaf.dtype), dtype))
         if norm_type != math.inf:
             wide = wide / like(unit, wide).to(wide.real.dtype)
-        norms.append(torch.linalg.vector_norm(wide, norm_type).to(peak.device, dtype))
+        if norm_type == math.inf:
+            norm = of_each_part(lambda part: torch.linalg.vector_norm(part, math.inf), wide).amax()
+        else:
+            norm = whole(torch.linalg.vector_norm(wide, norm_type))
+        norms.append(norm.to(peak.device, dtype))
     return _Norm(torch.linalg.vector_norm(torch.stack(norms), norm_type), unit, finite)
 
 

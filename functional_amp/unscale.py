@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.backward import ScaledGrads, check_plain, check_scaled, denominator
+from functional_amp.sharded import is_sharded, of_each_part
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import PyTree, divided, flatten_tensors, is_differentiable, like
 
@@ -110,9 +111,17 @@ def largest(leaves: Sequence[Tensor]) -> Tensor:
     if not leaves:
         return torch.zeros((), dtype=torch.float32)
     dtype, device = norm_dtype(leaves), leaves[0].device
+    if any([is_sharded(leaf) for leaf in leaves]):
+        peaks = [of_each_part(_peak, leaf).to(device, dtype).amax() for leaf in leaves]
+        return torch.stack(peaks).amax()
     bounds = [torch.aminmax(_ordered(leaf)) for leaf in leaves]
     low = torch.stack([bound.min.to(device, dtype) for bound in bounds]).amin()
     high = torch.stack([bound.max.to(device, dtype) for bound in bounds]).amax()
+    return torch.maximum(high, -low)
+
+
+def _peak(leaf: Tensor) -> Tensor:
+    low, high = torch.aminmax(_ordered(leaf))
     return torch.maximum(high, -low)
 
 

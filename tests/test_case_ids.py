@@ -13,7 +13,7 @@ ONE_PROCESS = """
     S19 K14 K15 M15 F01 F02 F03 F04 F05 F06 F09 F10 F11 F12 F13 F15 F16 F23
 """.split()
 # These are about a CUDA device, several processes or several devices.
-DEVICES_AND_RANKS = "C06 F14 D02 D03 D05 D06".split()
+DEVICES_AND_RANKS = "C06 F14 D02 D03 D04 D05 D06".split()
 
 
 def case_ids() -> set[str]:

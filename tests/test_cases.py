@@ -6,12 +6,8 @@ groups are in five files:
     test_cases.py             S scaler, U unscale and finite check
     test_cases_clip.py        C clip
     test_cases_training.py    K accumulation, M step and optimizers, P checkpoints, D several devices
-    test_cases_ranks.py       D that need two processes: D02, D05
+    test_cases_ranks.py       D that need two processes: D02, D04, D05
     test_cases_transforms.py  F functional transforms and compilation
-
-Not covered in any of them:
-
-    D04  plain tensors mixed with sharded tensors in clip: needs a device mesh. Sharded tensors are not supported yet.
 
 C06 and F14 need a CUDA device and are marked so.
 """

@@ -7,6 +7,7 @@ See test_cases.py. The reduction over ranks is written out here: it is the addit
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import sys
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,6 +144,71 @@ def test_D02_no_sync_must_cover_the_forward(tmp_path):
     # 1 at a scale of 8 and 3 at a scale of 16: their sum at a scale of 8.
     assert_same(ranks[0]["total"], fa.ScaledGrads({"w": torch.tensor([32.0])}, 8.0, 2.0))
     assert_same(ranks[1]["total"], ranks[0]["total"])
+
+
+def mixed_trees(rank: int) -> dict[tuple[str, float], Any]:
+    """The stages on trees of plain leaves and leaves of two meshes, the last of which has an empty part."""
+    one, other = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (1, RANKS))
+
+    def sharded(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            "column": distribute_tensor(tree["column"], one, [Shard(0)]),
+            "plain": tree["plain"],
+            "row": distribute_tensor(tree["row"], other, [Replicate(), Shard(0)]),
+        }
+
+    results = {}
+    for name, tree in mixed_values().items():
+        for norm_type in NORM_TYPES:
+            mixed = fa.ScaledGrads(sharded(tree), 8.0)
+            clipped, norm = fa.clip(mixed, 1.0, norm_type=norm_type)
+            plain, norm_of_plain = fa.clip(sharded(tree), 1.0, norm_type=norm_type)
+            grads, finite = fa.unscale(clipped)
+            results[name, norm_type] = {
+                "norms": [norm, norm_of_plain / 8, fa.global_norm(mixed, norm_type)],
+                "flags": [finite, fa.all_finite(mixed), fa.all_finite(mixed.tree)],
+                "grads": mapped(whole, grads),
+                "plain": mapped(whole, plain),
+                "paths": fa.nonfinite_paths(mixed),
+            }
+    return results
+
+
+def whole(leaf: Any) -> Tensor:
+    return leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
+
+
+NORM_TYPES = (2.0, 1.0, 3.0, math.inf)
+
+
+def mixed_values() -> dict[str, dict[str, Tensor]]:
+    """Whole trees: a finite one, and those with inf or NaN at the first or the last element of a leaf."""
+    tree = {"column": torch.arange(1.0, 9.0).reshape(4, 2), "plain": torch.tensor([2.0, 3.0]), "row": torch.ones(1)}
+    trees = {"finite": tree}
+    for path, bad, place in itertools.product(("column", "plain"), (math.inf, math.nan), (0, -1)):
+        leaf = tree[path].clone()
+        leaf.view(-1)[place] = bad
+        trees[f"{bad} at {path} {place}"] = {**tree, path: leaf}
+    return trees
+
+
+@pytest.mark.slow
+def test_D04_plain_tensors_mixed_with_sharded_tensors_in_clip(tmp_path):
+    """huggingface/accelerate PR#4219: plain leaves and two meshes in a tree give the unsharded norm and flag."""
+    for results in on_ranks(mixed_trees, tmp_path):
+        for name, tree in mixed_values().items():
+            for norm_type in NORM_TYPES:
+                found, scaled = results[name, norm_type], fa.ScaledGrads(tree, 8.0)
+                clipped, norm = fa.clip(scaled, 1.0, norm_type=norm_type)
+                grads, finite = fa.unscale(clipped)
+                for other in found["norms"]:
+                    torch.testing.assert_close(other, norm, rtol=1e-6, atol=0, equal_nan=True)
+                assert_same(found["flags"], [finite] * 3)
+                assert finite.item() is (name == "finite")
+                torch.testing.assert_close(found["grads"], grads, rtol=1e-6, atol=0, equal_nan=True)
+                plain = fa.clip(tree, 1.0, norm_type=norm_type).grads
+                torch.testing.assert_close(found["plain"], plain, rtol=1e-6, atol=0, equal_nan=True)
+                assert found["paths"] == fa.nonfinite_paths(tree)
 
 
 Items = tuple[Tensor, Tensor, Tensor]
