@@ -176,7 +176,8 @@ def _scaled_norm(grads: ScaledGrads, norm_type: float) -> _Norm:
 def _norm(leaves: Sequence[Tensor], norm_type: float) -> _Norm:
     leaves = [leaf for leaf in leaves if leaf.numel()]
     single = norm_type == 2 and leaves and {leaf.dtype for leaf in leaves} <= _SINGLE and not transformed()
-    if single and all([(leaf.is_cpu or leaf.is_cuda) and not is_sharded(leaf) for leaf in leaves]):
+    on_known = all([(leaf.is_cpu or leaf.is_cuda) and not is_sharded(leaf) for leaf in leaves])
+    if single and on_known and scalar_dtype(leaves[0].device) == torch.float64:
         return _norm_in_one_read(leaves)
     return _norm_in_units(leaves, norm_type)
 

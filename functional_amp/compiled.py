@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from types import FunctionType
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -15,6 +16,17 @@ R = TypeVar("R")
 
 Compile: TypeAlias = bool | Mapping[str, Any]
 """Whether to compile, or the options of `torch.compile`."""
+
+
+def with_own_code(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function with a code object of its own.
+
+    The compiler keeps its graphs, of which it makes at most 8, with the code object: the wrappers
+    that one `def` makes share them.
+    """
+    plain = cast(FunctionType, function)
+    plain.__code__ = plain.__code__.replace()
+    return function
 
 
 def compiled(function: Callable[P, R], options: Compile, backend: Backend) -> Callable[P, R]:
@@ -30,7 +42,13 @@ def compiled(function: Callable[P, R], options: Compile, backend: Backend) -> Ca
         )
     if options is False:
         return function
-    graph = torch.compile(function, **{"fullgraph": True, **({} if options is True else options)})
+
+    @with_own_code
+    @functools.wraps(function)
+    def entry(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
+    graph = torch.compile(entry, **{"fullgraph": True, **({} if options is True else options)})
     if backend != "autograd":
         return graph
 

@@ -22,7 +22,7 @@ from functional_amp.backward import (
     scale_backward,
 )
 from functional_amp.clip import check_clip, measured
-from functional_amp.compiled import Compile, compiled
+from functional_amp.compiled import Compile, compiled, with_own_code
 from functional_amp.donate import Added, Lineage, accumulate_in_place, donated
 from functional_amp.inplace import into
 from functional_amp.optim.base import Optimizer, check_optimizer, transact
@@ -274,6 +274,7 @@ def make_step(
 def _on_state(function: Callable[..., R]) -> Callable[..., R]:
     """Refuses anything but a `TrainState` before the function runs."""
 
+    @with_own_code
     @functools.wraps(function)
     def wrapped(state: TrainState, *args: Any, **kwargs: Any) -> R:
         if not isinstance(state, TrainState):

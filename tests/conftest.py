@@ -1,16 +1,24 @@
-"""Hypothesis profiles and fixtures that more than one test file needs."""
+"""Hypothesis profiles, fixtures that more than one test file needs, and other steps for the same tests."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import functional_amp as fa
+from functional_amp.transform import transformed
+from functional_amp.tree import map_tensors
+
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
 settings.register_profile("default", max_examples=50, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("few", max_examples=3, derandomize=True, **_COMMON)
 settings.register_profile("deep", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -22,3 +30,37 @@ def fresh_dynamo():
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--step",
+        choices=["pure", "donated", "compiled"],
+        default="pure",
+        help="run the tests with steps that donate copies of their states, in eager mode or compiled",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    options = {"donated": {"donate": True}, "compiled": {"donate": True, "compile": {"backend": "aot_eager"}}}
+    chosen = config.getoption("--step")
+    if chosen != "pure":
+        fa.make_step = functools.partial(_on_copies, fa.make_step, options[chosen])
+
+
+def _on_copies(make_step: Any, options: dict[str, Any], *args: Any, **given: Any) -> fa.Step:
+    """A step that may be given a state twice, as the pure one: each time it uses up a copy."""
+    if {"donate", "compile"} & set(given):
+        return make_step(*args, **given)
+    step = make_step(*args, **given, **options)
+
+    def copied(state: Any) -> Any:
+        if transformed() or not isinstance(state, fa.TrainState):
+            return state
+        return map_tensors(torch.clone, state) if torch.compiler.is_compiling() else copy.deepcopy(state)
+
+    return fa.Step(
+        lambda state, batch: step.accumulate(copied(state), batch),
+        lambda state: step.update(copied(state)),
+        lambda state, batches: step.scan(copied(state), batches),
+    )

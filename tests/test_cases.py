@@ -637,8 +637,9 @@ def run_the_stages(optimizer: Any, params: Any, state: Any, x: Tensor, norm_type
 def test_U10_float64_intermediate_breaks_devices_without_float64(monkeypatch, make, dtype):
     """pytorch/pytorch#142397: no stage makes a float64 tensor where no leaf is one and the device has none."""
     assert scalar_dtype(torch.device("mps")) == torch.float32
-    adam_module = importlib.import_module("functional_amp.optim.adam")
-    monkeypatch.setattr(adam_module, "scalar_dtype", lambda device: torch.float32)
+    for name in ("optim.adam", "clip"):
+        module = importlib.import_module(f"functional_amp.{name}")
+        monkeypatch.setattr(module, "scalar_dtype", lambda device: torch.float32)
     params = {"w": torch.ones(2, dtype=dtype)}
     state = make().init(params)
     with Operators() as seen:

@@ -16,7 +16,7 @@ from tests.test_compile import CLOSE, assert_close, assert_identical, graphs
 from tests.test_donate import storages
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-AOT = {"backend": "aot_eager"}
+AOT: dict[str, Any] = {"backend": "aot_eager"}
 
 
 def start(problem: Problem, optimizer: fa.Optimizer) -> fa.TrainState:
@@ -89,6 +89,18 @@ def test_a_skipped_window_is_a_transaction_in_a_donating_compiled_step():
     state, metrics = step(state, [problem.batch(0), overflowing(problem.batch(1))])
     assert not metrics.finite and state.skipped.item() == 1
     assert_identical((state.params, state.opt_state, state.buffers), before)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_twelve_steps_in_one_process_do_not_use_up_the_compilers_limit(by_hand):
+    for index in range(12):  # the limit is 8 graphs for each code object
+        optimizer = fa.sgd(0.1 + index)
+        step = fa.make_step(lambda p, x: (p * x).sum(), optimizer, compile=False if by_hand else AOT)
+        accumulate, update = step.accumulate, step.update
+        if by_hand:
+            accumulate, update = (torch.compile(half, fullgraph=True, **AOT) for half in (accumulate, update))
+        state, _ = update(accumulate(fa.init_state(torch.ones(2), optimizer, fa.NoScale()), torch.ones(2)))
+        torch.testing.assert_close(state.params, torch.ones(2) * (1 - 0.1 - index))
 
 
 def test_a_graph_that_can_not_be_made_leaves_the_donated_state_as_it_was():
