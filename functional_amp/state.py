@@ -110,6 +110,11 @@ def init_state(
     check_scaler(scaler)
     leaves = [leaf for leaf in flatten_tensors(params, "params").leaves if leaf is not None]
     flatten_tensors(buffers, "buffers")
+    if any([not isinstance(leaf, Tensor) for leaf in flatten(scaler).leaves if leaf is not None]):
+        raise TypeError(
+            f"scaler: found {type(scaler).__name__}, expected a registered pytree node with tensors at its leaves. "
+            "Register the class with functional_amp.register(cls, children, static), numbers among its static fields."
+        )
     if leaves:
         scaler = cast(Scaler, map_tensors(lambda leaf: leaf.to(leaves[0].device), scaler))
     if transformed():
@@ -128,13 +133,18 @@ def _copy(leaf: Tensor) -> Tensor:
 
 
 def overlaps(leaf: Tensor) -> bool:
-    """Whether a leaf is expanded: it has fewer elements than it shows, and can not be written to."""
-    return any(stride == 0 and size > 1 for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    """Whether elements of a leaf may lie on the same bytes (expanded, unfolded): such a leaf can not be written to."""
+    reach = 0
+    for stride, size in sorted([(abs(s), n) for n, s in zip(leaf.shape, leaf.stride(), strict=True) if n > 1]):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def disjoint(tree: PyTree) -> bool:
     """Whether no two leaves lie on the same bytes, as far as contiguous leaves go: others are not looked into."""
-    leaves = [leaf for leaf in flatten(tree).leaves if leaf is not None]
+    leaves = [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
     if not all([leaf.is_contiguous() for leaf in leaves]):
         return False
     places = sorted([(leaf.data_ptr(), leaf.nbytes) for leaf in leaves])
