@@ -201,10 +201,10 @@ def _norm_in_one_read(leaves: list[Tensor]) -> _Norm:
 
 def _norm_on_cpu(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
     # Of many elements, dot is the faster sum of squares, and loses fewer digits.
-    large = [leaf.dtype == torch.float32 and leaf.numel() >= 2**15 and leaf.is_contiguous() for leaf in leaves]
-    norms = [
-        torch.dot(leaf.view(-1), leaf.view(-1)).sqrt() for leaf, chosen in zip(leaves, large, strict=True) if chosen
-    ]
+    # The others add strided elements one by one: 2**25 ones end at 2**24.
+    large = [leaf.numel() >= 2**15 and (leaf.dtype == torch.float32 or not leaf.is_contiguous()) for leaf in leaves]
+    flats = [_in_memory_order(leaf).float() for leaf, chosen in zip(leaves, large, strict=True) if chosen]
+    norms = [torch.dot(flat, flat).sqrt() for flat in flats]
     small = [leaf for leaf, chosen in zip(leaves, large, strict=True) if not chosen]
     norms += torch._foreach_norm(small, 2, dtype=torch.float32) if small else ()
     plain = torch.linalg.vector_norm(torch.stack(norms))
@@ -214,6 +214,11 @@ def _norm_on_cpu(leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
         return plain, torch.ones_like(plain)
     norm = _norm_in_units(leaves, 2.0)
     return norm.mantissa, norm.unit
+
+
+def _in_memory_order(leaf: Tensor) -> Tensor:
+    """All elements in one dimension; a copy only where they do not lie next to each other."""
+    return leaf.permute(sorted(range(leaf.dim()), key=leaf.stride, reverse=True)).reshape(-1).contiguous()
 
 
 _LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")

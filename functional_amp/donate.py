@@ -72,6 +72,7 @@ def accumulate_in_place(
         sums[index] = grad if old is None else old.add_(grad) if owned(old) else old + grad
 
     for index, leaf in enumerate(leaves):
+        leaf.grad = None  # a loss function may have called a backward of its own
         leaf.register_post_accumulate_grad_hook(functools.partial(add, index))
     if scaled.requires_grad:
         torch.autograd.backward(scaled, inputs=leaves)
@@ -149,6 +150,6 @@ def _replace(state: TrainState, fields: dict[str, Any]) -> None:
 def _versions(tree: PyTree) -> list[int] | None:
     """How often each tensor was written to; None for the tensors of an inference mode, which do not count."""
     try:
-        return [leaf._version for leaf in flatten(tree).leaves if leaf is not None]
+        return [leaf._version for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
     except RuntimeError:
         return None

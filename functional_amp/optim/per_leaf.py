@@ -128,8 +128,8 @@ def per_leaf(
     ) -> tuple[PyTree, Any]:
         count = count_of(opt_state)
         flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
-        plan = plans[0] if plans and plans[0].fits(flats) else None
-        if plan is None:
+        plan = plans[0] if plans else None  # read once: another thread may put its own there
+        if plan is None or not plan.fits(flats):
             flats, taken = columns(grads, opt_state, params)
             plan = _Plan.of(flats, *(_grouped(flats, taken) if kernel else ([], taken)))
             plans[:] = [plan]
@@ -176,7 +176,9 @@ class _Plan(NamedTuple):
     def of(cls, flats: list[Flat], groups: list[list[int]], rest: list[int]) -> _Plan:
         others = [leaf for flat in (flats[0], *flats[2:]) for leaf in flat.leaves]
         plain = all(
-            flat.leaves[index].is_contiguous() and flat.leaves[index].dtype == flats[0].leaves[index].dtype
+            flat.leaves[index].is_contiguous()
+            and not flat.leaves[index].is_neg()
+            and flat.leaves[index].dtype == flats[0].leaves[index].dtype
             for group in groups
             for index in group
             for flat in flats
@@ -196,7 +198,11 @@ class _Plan(NamedTuple):
 
 def _kinds(grads: Flat) -> list[Any]:
     return [
-        None if g is None else (type(g), g.shape, g.stride(), g.dtype, g.device) if isinstance(g, Tensor) else g
+        None
+        if g is None
+        else (type(g), g.shape, g.stride(), g.dtype, g.device, g.is_neg())
+        if isinstance(g, Tensor)
+        else g
         for g in grads.leaves
     ]
 
@@ -260,7 +266,11 @@ def _grouped(flats: list[Flat], taken: list[int]) -> tuple[list[list[int]], list
         param = columns[0][index]
         dtype, device = param.dtype, param.device
         leaves = [column[index] for column in columns]
-        fits = dtype in _KERNEL_DTYPES and all(type(leaf) in _PLAIN and leaf.device == device for leaf in leaves)
+        fits = (
+            dtype in _KERNEL_DTYPES
+            and not param.is_meta
+            and all(type(leaf) in _PLAIN and leaf.device == device for leaf in leaves)
+        )
         (groups.setdefault((device, dtype), []) if fits else rest).append(index)
     return list(groups.values()), rest
 
@@ -280,16 +290,17 @@ def _run(
     grads = [flats[1].leaves[index] for index in indices]
     device, dtype = olds[0][0].device, olds[0][0].dtype
     scale = None if divisor is None else divisor.to(device)
-    if scale is not None and dtype == torch.float64:  # the kernel takes a float32 scale
+    # The kernel takes a float32 scale, and a scaled float64 gradient need not be a float32.
+    if scale is not None and any([grad.dtype == torch.float64 for grad in grads]):
         grads, scale = [divided(grad, scale) for grad in grads], None
     if not plain:
-        grads = [grad.to(dtype).contiguous() for grad in grads]
+        grads = [grad.to(dtype).contiguous().resolve_neg() for grad in grads]
     if scale is not None:
         # The kernel writes to the gradients too, and those may be someone else's.
         scale = scale.to(torch.float32)
         grads = [grad if donate and owned(grad) else grad.clone() for grad in grads]
     if donate:
-        works = olds if plain else [[leaf.contiguous() for leaf in leaves] for leaves in olds]
+        works = olds if plain else [[leaf.contiguous().resolve_neg() for leaf in leaves] for leaves in olds]
     else:
         works = [[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves] for leaves in olds]
     torch.autograd.graph.increment_version(itertools.chain(*works))  # the kernels themselves do not
