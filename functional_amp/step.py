@@ -282,6 +282,12 @@ def _on_state(function: Callable[..., R]) -> Callable[..., R]:
                 f"state: found {type(state).__name__}, expected the TrainState that init_state or the last step gave. "
                 "A step returns the pair (state, metrics)."
             )
+        window = vars(state).get("window")
+        if window is not None and not (isinstance(window, Window) and isinstance(window.grads, ScaledGrads)):
+            raise TypeError(
+                f"state.window: found {type(window).__name__}, expected None or what step.accumulate opened. "
+                "Go on with dataclasses.replace(state, window=None), and repeat the window."
+            )
         return function(state, *args, **kwargs)
 
     return wrapped

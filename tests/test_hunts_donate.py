@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 import functional_amp as fa
 from functional_amp.optim import per_leaf
 from functional_amp.testing import same_bits
+from tests.test_fuzz import ODD, says_so
 from tests.test_hunts import OPTIMIZERS, donations, optimizers, run
 from tests.test_hunts_numbers import float64_norm
 
@@ -75,6 +77,49 @@ def test_a_gradient_that_is_a_users_tensor_is_not_written_to(optimizer, length, 
     with torch.inference_mode(inference):
         step(state, [given] * length)
     assert given.tolist() == [2.0, 4.0]
+
+
+def total(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.stack([leaf.sum() for leaf in p.values()]).sum() * x
+
+
+@donations
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        ({"a": torch.zeros(3), "c": torch.zeros(3)}, ValueError),
+        ({"a": torch.zeros(3), "b": torch.zeros(1)}, ValueError),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, ValueError),
+        ({"a": torch.zeros(3).double(), "b": torch.zeros(3)}, TypeError),
+    ],
+)
+def test_a_window_of_other_parameters_is_refused(params, error, donate):
+    optimizer = fa.sgd(1.0)
+    step = fa.make_step(total, optimizer, donate=donate)
+    state = fa.init_state({"a": torch.zeros(3), "b": torch.zeros(3)}, optimizer, fa.NoScale())
+    state = dataclasses.replace(step.accumulate(state, torch.tensor(1.0)), params=params)
+    with pytest.raises(error):
+        step.accumulate(state, torch.tensor(3.0))
+    assert state.window is not None and state.window.grads.tree["b"].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of kinds of tensors that torch calls a prototype
+@donations
+@pytest.mark.parametrize("what", ODD)
+def test_a_state_with_an_odd_field_works_or_is_refused(what, donate):
+    optimizer = fa.adam(0.1)
+    step = fa.make_step(lambda p, x, *buffers: torch.zeros(()), optimizer, donate=donate)
+    for field in ("params", "opt_state", "scaler", "buffers", "window"):
+        for call in (lambda s: step(s, [0, 1]), lambda s: step.scan(s, torch.zeros(2)), step.update):
+            state = fa.init_state({"w": torch.ones(2, 3), "b": [torch.ones(3)]}, optimizer, fa.DynamicScale(8.0))
+            state = dataclasses.replace(step.accumulate(state, 0), **{field: ODD[what]()})
+            says_so(lambda s=state, c=call: c(s), field)
+    for field in ("grads", "buffers", "params"):
+        for call in (lambda s: step(s, [0, 1]), step.update):
+            state = step.accumulate(fa.init_state({"w": torch.ones(2, 3)}, optimizer), 0)
+            window: Any = state.window
+            state = dataclasses.replace(state, window=dataclasses.replace(window, **{field: ODD[what]()}))
+            says_so(lambda s=state, c=call: c(s), f"window.{field}")
 
 
 # Kernels
