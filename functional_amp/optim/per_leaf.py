@@ -291,7 +291,7 @@ def _run(
     device, dtype = olds[0][0].device, olds[0][0].dtype
     scale = None if divisor is None else divisor.to(device)
     # The kernel takes a float32 scale, and a scaled float64 gradient need not be a float32.
-    if scale is not None and any([grad.dtype == torch.float64 for grad in grads]):
+    if scale is not None and (dtype == torch.float64 or any([grad.dtype == torch.float64 for grad in grads])):
         grads, scale = [divided(grad, scale) for grad in grads], None
     if not plain:
         grads = [grad.to(dtype).contiguous().resolve_neg() for grad in grads]
