@@ -83,21 +83,21 @@ class ScaledGrads:
     def __init__(self, tree: PyTree, scale: float | Tensor, weight: float | Tensor = 1.0):
         check_plain(tree, "tree")
         flat = flatten_tensors(tree, "tree")
-        check_weight(weight)
         scale = scale_tensor(scale, "scale", FLOAT32_TINY, FLOAT32_MAX)
         if scale.dim() != 0:
             raise ValueError(f"scale: found shape {tuple(scale.shape)}, expected a number or a 0-dim tensor.")
         device = next((leaf.device for leaf in flat.leaves if leaf is not None), None)
         scale = scale if device is None else scale.to(device)
+        carried = weight_tensor(weight, scale)
         # The stages rely on it that the tree of a weight of 0 is zero.
-        if isinstance(weight, Tensor) or weight == 0:
-            zero = torch.as_tensor(weight) == 0
+        if isinstance(weight, Tensor) or _vanishes(weight):
+            zero = carried == 0
             tree = flat.unflatten(
                 [torch.where(like(zero, leaf), 0, leaf) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
             )
         object.__setattr__(self, "tree", tree)
         object.__setattr__(self, "scale", scale)
-        object.__setattr__(self, "weight", weight_tensor(weight, scale))
+        object.__setattr__(self, "weight", carried)
 
 
 register(ScaledGrads, ("tree", "scale", "weight"))
@@ -200,7 +200,7 @@ class Problem:
                 f"params: found no floating-point leaf to differentiate, only {found or 'an empty tree'}. "
                 "Cast the parameters to float32, or pass the tree that holds them."
             )
-        self._batch, self._scale = finite_cotangents((batch, scaler.scale))
+        self._batch, self._scale = finite_cotangents((batch, _normal(scaler.scale)))
         self._structure: list[Any] = []
         self.leaves = self.of(self._flat.leaves)
 
@@ -298,6 +298,11 @@ def _is_one(weight: Any) -> bool:
     return isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight == 1
 
 
+def _vanishes(weight: float) -> bool:
+    """True for a number that float32 rounds to 0: such a weight is one of 0 to every stage."""
+    return weight <= 2.0**-150
+
+
 def _func_grad(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
     grad_fn = torch.func.grad_and_value(scaled_loss, has_aux=True)
     if torch.compiler.is_compiling():
@@ -332,17 +337,15 @@ def recorded(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[lis
             "backend='autograd' records nothing inside torch.inference_mode(), and every gradient would be zero. "
             "Leave the inference mode, or use backend='func', which works in it."
         )
-    leaves = [_recordable(leaf).requires_grad_() for leaf in leaves]
+    leaves = [_normal(leaf).detach().requires_grad_() for leaf in leaves]
     with torch.enable_grad():
         scaled, out = scaled_loss(leaves)
     return leaves, scaled, out
 
 
-def _recordable(leaf: Tensor) -> Tensor:
-    """A leaf without history that the engine can record on; tensors of an inference mode must be copied."""
-    if not torch.compiler.is_compiling() and leaf.is_inference():
-        return leaf.clone()
-    return leaf.detach()
+def _normal(tensor: Tensor) -> Tensor:
+    """A tensor that the engine can record with: those of an inference mode must be copied."""
+    return tensor.clone() if not torch.compiler.is_compiling() and tensor.is_inference() else tensor
 
 
 def weighted(grad: Tensor, weight: float | Tensor) -> Tensor:
@@ -351,7 +354,7 @@ def weighted(grad: Tensor, weight: float | Tensor) -> Tensor:
         return grad
     wide = grad.to(accumulation_dtype(grad.dtype))
     if not isinstance(weight, Tensor):
-        return wide * float(weight) if weight else torch.zeros_like(wide)
+        return torch.zeros_like(wide) if _vanishes(weight) else wide * float(weight)
     factor = like(weight, wide).to(torch.float32)
     return torch.where(factor == 0, 0, wide * factor)
 

@@ -202,8 +202,9 @@ def _norm_in_float64(leaves: list[Tensor]) -> Tensor:
 
 def _norm_on_cpu(leaves: list[Tensor]) -> Tensor:
     # Of many elements, dot is the faster sum of squares, and loses fewer digits.
-    large = [leaf.numel() >= 2**15 and leaf.dtype == torch.float32 and leaf.is_contiguous() for leaf in leaves]
-    vectors = [leaf.view(-1) for leaf, chosen in zip(leaves, large, strict=True) if chosen]
+    # The others add strided elements one by one: 2**25 ones end at 2**24.
+    large = [leaf.numel() >= 2**15 and (leaf.dtype == torch.float32 or not leaf.is_contiguous()) for leaf in leaves]
+    vectors = [_in_memory_order(leaf).float() for leaf, chosen in zip(leaves, large, strict=True) if chosen]
     small = [leaf for leaf, chosen in zip(leaves, large, strict=True) if not chosen]
     norms = [torch.dot(vector, vector).sqrt() for vector in vectors]
     norms += torch._foreach_norm(small, 2, dtype=torch.float32) if small else ()
@@ -214,6 +215,11 @@ def _norm_on_cpu(leaves: list[Tensor]) -> Tensor:
         return plain.to(torch.float64)
     norm = _norm_in_units(leaves, 2.0)
     return norm.mantissa.to(torch.float64) * norm.unit
+
+
+def _in_memory_order(leaf: Tensor) -> Tensor:
+    """All elements in one dimension; a copy only where they do not lie next to each other."""
+    return leaf.permute(sorted(range(leaf.dim()), key=leaf.stride, reverse=True)).reshape(-1).contiguous()
 
 
 _LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")

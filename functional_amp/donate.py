@@ -15,7 +15,18 @@ from functional_amp.inplace import apart, disjoint, owned, writes, wrote
 from functional_amp.scaler import Scaler
 from functional_amp.state import TrainState
 from functional_amp.transform import stage, transformed
-from functional_amp.tree import PyTree, flatten, like, new, widened, with_fields
+from functional_amp.tree import (
+    PyTree,
+    check_leaf,
+    check_structure,
+    flatten,
+    is_differentiable,
+    like,
+    new,
+    paths,
+    widened,
+    with_fields,
+)
 
 R = TypeVar("R")
 
@@ -56,6 +67,8 @@ def accumulate_in_place(
     set of gradients.
     """
     problem = Problem(loss_fn, scaler, params, batch)
+    if total is not None:
+        _check_window(params, total)
     leaves, scaled, (value, tensors) = recorded(problem.scaled_loss, problem.leaves)
     loss_weight, aux = problem.handed_out(tensors)
     sums: list[Tensor | None] = [None] * len(leaves) if total is None else problem.of(flatten(total.tree).leaves)
@@ -77,6 +90,7 @@ def accumulate_in_place(
             sums[index] = old + grad
 
     for index, leaf in enumerate(leaves):
+        leaf.grad = None  # a loss function may have called a backward of its own
         leaf.register_post_accumulate_grad_hook(functools.partial(add, index))
     if scaled.requires_grad:
         torch.autograd.backward(scaled, inputs=leaves)
@@ -91,6 +105,16 @@ def accumulate_in_place(
         weight=weight if total is None else total.weight + weight,
     )
     return Added(grads, weight, value, aux)
+
+
+def _check_window(params: PyTree, total: ScaledGrads) -> None:
+    """Raises unless an open window is one of these parameters, before anything is written to it."""
+    flat, sums = flatten(params), flatten(total.tree)
+    check_structure(params, flat, total.tree, sums, "params", "the open window")
+    for index, (leaf, old) in enumerate(zip(flat.leaves, sums.leaves, strict=True)):
+        if is_differentiable(leaf) and old is not None:
+            wide = leaf if leaf.dtype is old.dtype else widened(leaf)
+            check_leaf(wide, old, lambda index=index: paths(params)[index], "params", "the open window", dtype=True)
 
 
 Lineage = list["weakref.ref[TrainState]"]

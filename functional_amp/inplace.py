@@ -59,7 +59,7 @@ def apart(tree: PyTree, *others: PyTree) -> PyTree:
     seen = {leaf.untyped_storage()._cdata for leaf in flatten(others).leaves if isinstance(leaf, Tensor)}
 
     def own(leaf: Tensor) -> Tensor:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # the stages refuse it by its path
             return leaf
         storage = leaf.untyped_storage()._cdata
         if storage in seen or _overlaps(leaf):
@@ -72,7 +72,7 @@ def apart(tree: PyTree, *others: PyTree) -> PyTree:
 
 def disjoint(tree: PyTree) -> bool:
     """Whether all leaves are plain contiguous tensors without history, and no two of them lie on the same bytes."""
-    leaves = [leaf for leaf in flatten(tree).leaves if leaf is not None]
+    leaves = [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
     if not all([type(leaf) is Tensor and leaf.is_contiguous() and not leaf.requires_grad for leaf in leaves]):
         return False
     places = sorted([(leaf.data_ptr(), leaf.nbytes) for leaf in leaves])
@@ -80,5 +80,10 @@ def disjoint(tree: PyTree) -> bool:
 
 
 def _overlaps(leaf: Tensor) -> bool:
-    """Whether a leaf is expanded: it has fewer elements than it shows, and can not be written to."""
-    return any(stride == 0 and size > 1 for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    """Whether elements of a leaf may lie on the same bytes (expanded, unfolded): such a leaf can not be written to."""
+    reach = 0
+    for stride, size in sorted([(abs(s), n) for n, s in zip(leaf.shape, leaf.stride(), strict=True) if n > 1]):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

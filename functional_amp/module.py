@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,7 +83,9 @@ class Apply:
 
     def train(self, mode: bool = True) -> Apply:
         """The same function in train mode (dropout on, BatchNorm on batch statistics)."""
-        return with_fields(self, template=copy.deepcopy(self.template).train(mode))
+        with _alone_in(self.template):
+            template = copy.deepcopy(self.template)
+        return with_fields(self, template=template.train(mode))
 
     def eval(self) -> Apply:
         """The same function in eval mode."""
@@ -97,9 +102,22 @@ class Apply:
         tensors = {**params, **buffers}
         placed = {place: tensors[name] for place, name in self.places.items()}
         # Each attribute is named once, so that shared submodules are restored after the call.
-        output = torch.func.functional_call(self.template, placed, args, kwargs, tie_weights=False)
+        with _alone_in(self.template):
+            output = torch.func.functional_call(self.template, placed, args, kwargs, tie_weights=False)
         # A buffer that the module assigned anew stands in `placed` now; of tied ones the first counts.
         return output, {name: placed[name] for name in buffers}
+
+
+_LOCKS: MutableMapping[nn.Module, Any] = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def _alone_in(template: nn.Module) -> AbstractContextManager[Any]:
+    """Keeps other threads out of a template: while `functional_call` runs, its tensors are those of one caller."""
+    if torch.compiler.is_compiling():  # a graph puts nothing into the module
+        return nullcontext()
+    with _MAKING:
+        return _LOCKS.setdefault(template, threading.RLock())
 
 
 def from_module(module: nn.Module) -> FromModule:

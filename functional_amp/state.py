@@ -13,7 +13,7 @@ from functional_amp.inplace import apart, copied
 from functional_amp.optim.base import Optimizer, init_with
 from functional_amp.scaler import DynamicScale, Scaler, check_scaler
 from functional_amp.transform import stage, transformed
-from functional_amp.tree import PyTree, flatten_tensors, map_tensors, register
+from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors, register
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +110,11 @@ def init_state(
     check_scaler(scaler)
     leaves = [leaf for leaf in flatten_tensors(params, "params").leaves if leaf is not None]
     flatten_tensors(buffers, "buffers")
+    if any([not isinstance(leaf, Tensor) for leaf in flatten(scaler).leaves if leaf is not None]):
+        raise TypeError(
+            f"scaler: found {type(scaler).__name__}, expected a registered pytree node with tensors at its leaves. "
+            "Register the class with functional_amp.register(cls, children, static), numbers among its static fields."
+        )
     if leaves:
         scaler = cast(Scaler, map_tensors(lambda leaf: leaf.to(leaves[0].device), scaler))
     if transformed():

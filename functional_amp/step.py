@@ -212,7 +212,7 @@ def make_step(
             return accumulate_in_place(windowed_loss, state.scaler, params, total, *batch)
         grads, loss, aux = scale_backward(windowed_loss, state.scaler, params, *batch, backend=backend)
         added = accumulate(total, grads)
-        if donate and torch.compiler.is_compiling():
+        if donate and (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
             # The first sum may be a view of a tensor of the loss function's; the compiler drops a needless copy.
             added = (
                 with_fields(added, tree=map_tensors(torch.clone, added.tree)) if total is None else into(total, added)
@@ -238,11 +238,12 @@ def make_step(
         weight = window.grads.weight
         divisor, norm, finite = measured(window.grads, max_norm, norm_type=norm_type, eps=clip_eps)
         applied = finite & (weight > 0)
+        scaler = update_scale(state.scaler, finite)
+        buffers = select(applied, window.buffers, state.buffers, "buffers")
+        # Last: where buffers do not fit, a donated state has not been written to yet.
         params, opt_state = transact(
             optimizer, window.grads.tree, state.opt_state, state.params, divisor, applied, donate=donate
         )
-        scaler = update_scale(state.scaler, finite)
-        buffers = select(applied, window.buffers, state.buffers, "buffers")
         next_state = TrainState(
             params,
             opt_state,
@@ -281,6 +282,12 @@ def _on_state(function: Callable[..., R]) -> Callable[..., R]:
             raise TypeError(
                 f"state: found {type(state).__name__}, expected the TrainState that init_state or the last step gave. "
                 "A step returns the pair (state, metrics)."
+            )
+        window = vars(state).get("window")
+        if window is not None and not (isinstance(window, Window) and isinstance(window.grads, ScaledGrads)):
+            raise TypeError(
+                f"state.window: found {type(window).__name__}, expected None or what step.accumulate opened. "
+                "Go on with dataclasses.replace(state, window=None), and repeat the window."
             )
         return function(state, *args, **kwargs)
 

@@ -42,10 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    options = {"donated": {"donate": True}, "compiled": {"donate": True, "compile": {"backend": "aot_eager"}}}
     chosen = config.getoption("--step")
     if chosen != "pure":
-        fa.make_step = functools.partial(_on_copies, fa.make_step, options[chosen])
+        options = {"donate": True, "compile": {"backend": "aot_eager"} if chosen == "compiled" else False}
+        fa.make_step = functools.partial(_on_copies, fa.make_step, options)
 
 
 def _on_copies(make_step: Any, options: dict[str, Any], *args: Any, **given: Any) -> fa.Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import optree
@@ -96,10 +97,10 @@ def test_twelve_steps_in_one_process_do_not_use_up_the_compilers_limit(by_hand):
     for index in range(12):  # the limit is 8 graphs for each code object
         optimizer = fa.sgd(0.1 + index)
         step = fa.make_step(lambda p, x: (p * x).sum(), optimizer, compile=False if by_hand else AOT)
-        accumulate, update = step.accumulate, step.update
         if by_hand:
-            accumulate, update = (torch.compile(half, fullgraph=True, **AOT) for half in (accumulate, update))
-        state, _ = update(accumulate(fa.init_state(torch.ones(2), optimizer, fa.NoScale()), torch.ones(2)))
+            compiled = functools.partial(torch.compile, fullgraph=True, **AOT)
+            step = fa.Step(compiled(step.accumulate), compiled(step.update))
+        state, _ = step(fa.init_state(torch.ones(2), optimizer, fa.NoScale()), [torch.ones(2)])
         torch.testing.assert_close(state.params, torch.ones(2) * (1 - 0.1 - index))
 
 

@@ -50,6 +50,7 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
                 f"optimizers[{name!r}]: found {getattr(optimizer, '__name__', type(optimizer).__name__)}, expected "
                 "Optimizer(init, update), such as sgd(...), or None to freeze the leaves of this label."
             )
+    optimizers = dict(optimizers)
     if not callable(label):
         raise TypeError(f"label: found {type(label).__name__}, expected a function `label(path, leaf)`.")
 

@@ -132,10 +132,12 @@ def per_leaf(
             (groups, rest), plain = _grouped(flats, taken) if kernel else ([], taken), False
         else:
             flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
-            if not (plans and plans[0].fits(flats)):
+            plan = plans[0] if plans else None  # read once: another thread may put its own there
+            if plan is None or not plan.fits(flats):
                 flats, taken = columns(grads, opt_state, params)
-                plans[:] = [_Plan.of(flats, *(_grouped(flats, taken) if kernel else ([], taken)))]
-            groups, rest, plain = plans[0][-3:]
+                plan = _Plan.of(flats, *(_grouped(flats, taken) if kernel else ([], taken)))
+                plans[:] = [plan]
+            groups, rest, plain = plan.groups, plan.rest, plan.plain
         leaf_rule = rule(count) if rest else None
         for index in rest:
             assert leaf_rule is not None
@@ -164,8 +166,8 @@ class _Plan(NamedTuple):
 
     Attributes:
         specs: of the parameters, the gradients and the slots.
-        grads: the shape, dtype and device of each gradient; None for a missing one.
-        others: the parameters and the slots.
+        grads: the kind of each gradient; None for a missing one.
+        others: the parameters and the slots; where: their addresses, as `.data = ...` keeps the tensor.
         groups: the places for the kernel; rest: the places for the rule.
         plain: whether all tensors are as the kernel takes them.
     """
@@ -173,35 +175,50 @@ class _Plan(NamedTuple):
     specs: list[Any]
     grads: list[Any]
     others: list[Any]
+    where: list[int]
     groups: list[list[int]]
     rest: list[int]
     plain: bool
 
     @classmethod
     def of(cls, flats: list[Flat], groups: list[list[int]], rest: list[int]) -> _Plan:
-        others = [leaf for flat in (flats[0], *flats[2:]) for leaf in flat.leaves]
-        plain = all(
-            flat.leaves[index].is_contiguous() and flat.leaves[index].dtype == flats[0].leaves[index].dtype
-            for group in groups
-            for index in group
-            for flat in flats
+        taken = [flat.leaves[index] for group in groups for index in group for flat in flats]
+        dtypes = [flats[0].leaves[index].dtype for group in groups for index in group for _ in flats]
+        plain = not rest and all(
+            leaf.is_contiguous() and not leaf.is_neg() and leaf.dtype == dtype
+            for leaf, dtype in zip(taken, dtypes, strict=True)
         )
+        others = _others(flats) if plain else []
         specs, references = [flat.spec for flat in flats], [_reference(leaf) for leaf in others]
-        return cls(specs, _kinds(flats[1]), references, groups, rest, plain)
+        return cls(specs, _kinds(flats[1]), references, _where(others), groups, rest, plain)
 
     def fits(self, flats: list[Flat]) -> bool:
-        others = [leaf for flat in (flats[0], *flats[2:]) for leaf in flat.leaves]
+        others = _others(flats)
         return (
-            len(others) == len(self.others)
+            self.plain
+            and len(others) == len(self.others)
             and all([known() is leaf for known, leaf in zip(self.others, others, strict=True)])
+            and _where(others) == self.where
             and self.specs == [flat.spec for flat in flats]
             and _kinds(flats[1]) == self.grads
         )
 
 
+def _others(flats: list[Flat]) -> list[Tensor | None]:
+    return [leaf for flat in (flats[0], *flats[2:]) for leaf in flat.leaves]
+
+
+def _where(leaves: list[Tensor | None]) -> list[int]:
+    return [0 if leaf is None else leaf.data_ptr() if leaf.is_contiguous() else -1 for leaf in leaves]
+
+
 def _kinds(grads: Flat) -> list[Any]:
     return [
-        None if g is None else (type(g), g.shape, g.stride(), g.dtype, g.device) if isinstance(g, Tensor) else g
+        None
+        if g is None
+        else (type(g), g.shape, g.stride(), g.dtype, g.device, g.is_neg())
+        if isinstance(g, Tensor)
+        else g
         for g in grads.leaves
     ]
 
@@ -265,7 +282,11 @@ def _grouped(flats: list[Flat], taken: list[int]) -> tuple[list[list[int]], list
         param = columns[0][index]
         dtype, device = param.dtype, param.device
         leaves = [column[index] for column in columns]
-        fits = dtype in _KERNEL_DTYPES and all(type(leaf) in _PLAIN and leaf.device == device for leaf in leaves)
+        fits = (
+            dtype in _KERNEL_DTYPES
+            and not param.is_meta
+            and all(type(leaf) in _PLAIN and leaf.device == device for leaf in leaves)
+        )
         (groups.setdefault((device, dtype), []) if fits else rest).append(index)
     return list(groups.values()), rest
 
@@ -285,7 +306,8 @@ def _run(
     grads = [flats[1].leaves[index] for index in indices]
     device, dtype = olds[0][0].device, olds[0][0].dtype
     scale = None if divisor is None else divisor.to(device)
-    if scale is not None and dtype == torch.float64:  # the kernel takes a float32 scale
+    # The kernel takes a float32 scale, and a scaled float64 gradient need not be a float32.
+    if scale is not None and (dtype == torch.float64 or any([grad.dtype == torch.float64 for grad in grads])):
         grads, scale = [divided(grad, scale) for grad in grads], None
     if not plain:
         grads = [_dense(grad if grad.dtype == dtype else grad.to(dtype)) for grad in grads]
@@ -311,7 +333,9 @@ def _run(
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    return leaf if leaf.is_contiguous() else leaf.contiguous()
+    """As the kernels take it: contiguous, and not negated lazily."""
+    leaf = leaf if leaf.is_contiguous() else leaf.contiguous()
+    return leaf if torch.compiler.is_compiling() else leaf.resolve_neg()
 
 
 def _about_to_write(*leaves: list[Tensor]) -> None:

@@ -39,7 +39,13 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     """
     start, end = check_finite_number(start, "start"), check_finite_number(end, "end")
     _check_steps(steps)
-    return lambda count: start + (end - start) * _progress(count, steps)
+
+    def schedule(count: Tensor) -> Tensor:
+        # Not start + (end - start) * progress: from 0.1 to 1e-9 that ends at 0.
+        progress = _progress(count, steps)
+        return start * (1 - progress) + end * progress
+
+    return schedule
 
 
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
@@ -76,6 +82,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     for values, name in ((schedules, "schedules"), (boundaries, "boundaries")):
         if not isinstance(values, (list, tuple)):
             raise TypeError(f"{name}: found {type(values).__name__}, expected a list.")
+    schedules, boundaries = tuple(schedules), tuple(boundaries)
     for each in schedules:
         if not callable(each):
             raise TypeError(f"schedules: found {each!r}, expected functions of the count, such as constant(...).")
