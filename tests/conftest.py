@@ -42,6 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: threads would wait for each other
+        torch.set_num_threads(1)
     chosen = config.getoption("--step")
     if chosen != "pure":
         options = {"donate": True, "compile": {"backend": "aot_eager"} if chosen == "compiled" else False}

@@ -88,7 +88,9 @@ def run_adam(
 
 
 def _tensor(lr: float | Tensor, like: Tensor) -> Tensor:
-    return lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=like.device)
+    # A CPU kernel asks for the number; the others read a float32 at the address.
+    dtype = torch.float64 if like.is_cpu else torch.float32
+    return lr.to(dtype) if isinstance(lr, Tensor) else torch.full((), lr, dtype=dtype, device=like.device)
 
 
 def _adam(

@@ -150,7 +150,10 @@ def learning_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
 def kernel_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
     """The same as a fused kernel takes it: a number, or a tensor on the device of the count."""
     rate = learning_rate(lr, count)
-    return rate.detach().to(count.device) if isinstance(rate, Tensor) else rate
+    if not isinstance(rate, Tensor):
+        return rate
+    # On a CPU the kernel asks for the number; elsewhere it reads a float32 at the address.
+    return rate.detach().to(count.device, rate.dtype if count.is_cpu else torch.float32)
 
 
 def _check_rate(rate: Tensor, found: str) -> None:
