@@ -282,8 +282,8 @@ def as_loss(returned: Any, weight: float | Tensor = 1.0) -> Loss:
         )
     if not value.is_floating_point():
         raise TypeError(f"loss_fn: found a loss of {value.dtype}, expected a real floating-point one.")
-    if not _is_one(weight):
-        if not _is_one(loss.weight):
+    if not is_one(weight):
+        if not is_one(loss.weight):
             raise ValueError(
                 "weight: found one in the Loss and one as argument, expected one of them. "
                 "Drop the argument, or leave the weight of the Loss at 1."
@@ -293,7 +293,7 @@ def as_loss(returned: Any, weight: float | Tensor = 1.0) -> Loss:
     return loss
 
 
-def _is_one(weight: Any) -> bool:
+def is_one(weight: Any) -> bool:
     """True for the number 1, for which no pass over the gradients is spent."""
     return isinstance(weight, (int, float)) and not isinstance(weight, bool) and weight == 1
 
@@ -350,7 +350,7 @@ def _normal(tensor: Tensor) -> Tensor:
 
 def weighted(grad: Tensor, weight: float | Tensor) -> Tensor:
     """`weight * grad`, in float32; zero where the weight is, even if the gradient is NaN."""
-    if _is_one(weight):
+    if is_one(weight):
         return grad
     wide = grad.to(accumulation_dtype(grad.dtype))
     if not isinstance(weight, Tensor):

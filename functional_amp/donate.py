@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from functional_amp.backward import Loss, Problem, ScaledGrads, recorded, weight_tensor, weighted
+from functional_amp.backward import Loss, Problem, ScaledGrads, is_one, recorded, weight_tensor, weighted
 from functional_amp.inplace import apart, disjoint, owned, writes, wrote
 from functional_amp.scaler import Scaler
 from functional_amp.state import TrainState
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import (
     PyTree,
+    accumulation_dtype,
     check_leaf,
     check_structure,
     flatten,
@@ -64,13 +65,13 @@ def accumulate_in_place(
     """`scale_backward` and `accumulate` in one: each gradient is added as the engine makes it.
 
     The values are those of the two stages with backend="autograd", and there is never more than one
-    set of gradients.
+    set of gradients. Where nothing is to be weighted or widened the engine adds by itself.
     """
     problem = Problem(loss_fn, scaler, params, batch)
     if total is not None:
         _check_window(params, total)
     leaves, scaled, (value, tensors) = recorded(problem.scaled_loss, problem.leaves)
-    loss_weight, aux = problem.handed_out(tensors)
+    loss_weight, aux = problem.handed_out([tensor.detach() for tensor in tensors])
     sums: list[Tensor | None] = [None] * len(leaves) if total is None else problem.of(flatten(total.tree).leaves)
     ratio = None if total is None or total.scale is scaler.scale else total.scale / scaler.scale
     added = [False] * len(leaves)
@@ -89,12 +90,24 @@ def accumulate_in_place(
         else:  # the first gradient may be a view of a user's tensor
             sums[index] = old + grad
 
-    for index, leaf in enumerate(leaves):
+    as_they_are = is_one(loss_weight) and ratio is None
+    by_engine = [
+        as_they_are and leaf.dtype == accumulation_dtype(leaf.dtype) and (old is None or owned(old))
+        for leaf, old in zip(leaves, sums, strict=True)
+    ]
+    for index, (leaf, old) in enumerate(zip(leaves, sums, strict=True)):
         leaf.grad = None  # a loss function may have called a backward of its own
-        leaf.register_post_accumulate_grad_hook(functools.partial(add, index))
+        if not by_engine[index]:
+            leaf.register_post_accumulate_grad_hook(functools.partial(add, index))
+        elif old is not None:
+            wrote()
+            leaf.grad = old
     if scaled.requires_grad:
         torch.autograd.backward(scaled, inputs=leaves)
     for index, leaf in enumerate(leaves):
+        if by_engine[index] and leaf.grad is not None:
+            problem.check_strided(leaf.grad, index)
+            sums[index], leaf.grad = leaf.grad, None
         if not added[index] and sums[index] is None:
             sums[index] = widened(torch.zeros_like(leaf, requires_grad=False))
     weight = weight_tensor(loss_weight, scaler.scale)
@@ -104,7 +117,7 @@ def accumulate_in_place(
         scale=scaler.scale if total is None else total.scale,
         weight=weight if total is None else total.weight + weight,
     )
-    return Added(grads, weight, value, aux)
+    return Added(grads, weight, value.detach(), aux)
 
 
 def _check_window(params: PyTree, total: ScaledGrads) -> None:

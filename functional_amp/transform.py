@@ -41,13 +41,15 @@ def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
 
 
 def _detached(output: R) -> R:
-    """The output without history: a tensor that is returned unchanged may have one of its own."""
+    """The output without history: a tensor that is returned unchanged may have one of its own; others stay the same."""
     if torch.compiler.is_compiling():
         return output  # the graph that is traced under no_grad has no history to give
     leaves, spec = optree.tree_flatten(cast(Any, output), none_is_leaf=True)
     if not any([getattr(leaf, "requires_grad", False) for leaf in leaves]):
         return output
-    return cast(R, optree.tree_unflatten(spec, [x.detach() if isinstance(x, Tensor) else x for x in leaves]))
+    return cast(
+        R, optree.tree_unflatten(spec, [x.detach() if getattr(x, "requires_grad", False) else x for x in leaves])
+    )
 
 
 class _FiniteCotangent(torch.autograd.Function):

@@ -118,6 +118,7 @@ TAKES_A_TREE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "init_state": (lambda i, tree: fa.init_state(tree, i.optimizer), "params"),
     "apply_updates": (lambda i, tree: fa.apply_updates(i.params, tree), "updates"),
     "split": (lambda i, tree: fa.split(tree, lambda path, leaf: True), "tree"),
+    "ravel": (lambda i, tree: fa.ravel(tree), "tree"),
     "nonfinite_paths": (lambda i, tree: fa.nonfinite_paths(tree), "tree"),
 }
 for _function, (_call, _what) in TAKES_A_TREE.items():
@@ -1496,6 +1497,7 @@ CALLS: dict[str, Callable[[Inputs], tuple[Callable[..., Any], list[Any], dict[st
     "sgd schedule": lambda i: (used(lambda rate: fa.sgd(lambda count: rate)), [torch.tensor(0.1)], {}),
     "sgd update": lambda i: (fa.sgd(0.1, 0.9).update, [i.grads, fa.sgd(0.1, 0.9).init(i.params), i.params], {}),
     "split": lambda i: (fa.split, [i.params, lambda path, leaf: True], {}),
+    "ravel": lambda i: (fa.ravel, [i.params], {}),
     "StaticScale": lambda i: (fa.StaticScale, [8.0], {}),
     "NoScale": lambda i: (fa.NoScale, [1.0], {}),
     "Step": lambda i: (i.step, [i.state, [0, 1]], {"seed": 0}),

@@ -81,8 +81,8 @@ def transact(
     """The parameters and the state after an update with `grads / divisor`, or as they were where not `applied`.
 
     By the `fused` attribute of the optimizer's `step`, a function of these arguments, where there is
-    one: the same update in one pass. In a graph that copies, plain operations move fewer bytes, but
-    each leaf takes the better part of a second to compile.
+    one: the same update in one pass. In a graph of few leaves plain operations are used, which move
+    fewer bytes; but each leaf takes the better part of a second to compile.
 
     Args:
         divisor: the units that the gradients carry; None for true units.
@@ -91,7 +91,7 @@ def transact(
     """
     _, _, step = _functions(optimizer)
     fused = getattr(step, "fused", None)
-    many = not torch.compiler.is_compiling() or donate or len(flatten(params).leaves) > _MANY_LEAVES
+    many = not torch.compiler.is_compiling() or len(flatten(params).leaves) > _MANY_LEAVES
     if fused is not None and many and not transformed():
         return fused(grads, opt_state, params, divisor, applied, donate)
     matched(params, grads, "grads")
