@@ -18,7 +18,6 @@ from functional_amp.tree import map_tensors
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
 settings.register_profile("default", max_examples=50, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, print_blob=True, **_COMMON)
-settings.register_profile("few", max_examples=3, derandomize=True, **_COMMON)
 settings.register_profile("deep", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
