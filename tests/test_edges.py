@@ -35,3 +35,17 @@ def test_a_scale_times_weight_beyond_float32_is_an_overflow(donate: bool):
     step = fa.make_step(lambda p, x: fa.Loss((p * x).sum(), 2.0**20), optimizer, donate=donate)
     state, metrics = step(fa.init_state(torch.ones(2), optimizer, fa.StaticScale(2.0**120)), [torch.tensor(1e-30)])
     assert not metrics.finite and state.skipped.item() == 1 and state.params.tolist() == [1.0, 1.0]
+
+
+def test_a_derivative_through_a_window_whose_units_vanish_is_zero_and_not_nan():
+    optimizer = fa.sgd(0.1)
+    step = fa.make_step(lambda p, batch: fa.Loss((p * batch[0]).sum(), batch[1]), optimizer)
+
+    def end(weight: torch.Tensor) -> torch.Tensor:
+        state = fa.init_state(torch.ones(2), optimizer, fa.StaticScale(2.0**-126))
+        state, _ = step(state, [(torch.ones(2), weight)])
+        return state.params.sum()
+
+    weight = torch.tensor(1e-30)  # times the scale it is no float32
+    assert end(weight).item() == 2.0
+    assert torch.func.grad(end)(weight).item() == 0.0
