@@ -776,7 +776,9 @@ def test_optimizers_of_torch_are_refused_with_the_remedy(rule, instance):
         fa.partition({"all": optimizer}, lambda path, leaf: "all")
 
 
-@pytest.mark.parametrize("optimizer", [None, 3, "adam", {"init": None}, (1, 2), object()], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer", [None, 3, "adam", {"init": None}, (1, 2), object()], ids=lambda value: repr(value).split(" at ")[0]
+)
 def test_what_is_no_optimizer_is_refused(optimizer):
     with pytest.raises(TypeError, match=r"optimizer: found .*expected Optimizer"):
         fa.maybe_step(optimizer, torch.ones(1), None, torch.ones(1), GOOD)
