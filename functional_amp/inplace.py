@@ -52,6 +52,12 @@ def copied(leaf: Tensor) -> Tensor:
     return leaf.detach().clone(memory_format=torch.contiguous_format if _overlaps(leaf) else torch.preserve_format)
 
 
+def cloned(tree: PyTree) -> PyTree:
+    """A copy of each leaf; works in a graph, whatever is missing in the tree."""
+    flat = flatten(tree)
+    return flat.unflatten([None if leaf is None else leaf.clone() for leaf in flat.leaves])
+
+
 def apart(tree: PyTree, *others: PyTree) -> PyTree:
     """The tree with a storage for each leaf: a copy of each that shares one with another or with `others`."""
     if torch.compiler.is_compiling():

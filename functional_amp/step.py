@@ -24,7 +24,7 @@ from functional_amp.backward import (
 from functional_amp.clip import check_clip, measured
 from functional_amp.compiled import Compile, compiled, with_own_code
 from functional_amp.donate import Added, Lineage, accumulate_in_place, donated
-from functional_amp.inplace import into
+from functional_amp.inplace import cloned, into
 from functional_amp.optim.base import Optimizer, check_optimizer, transact
 from functional_amp.precision import cast_floating, check_dtype
 from functional_amp.random import seeded
@@ -32,7 +32,7 @@ from functional_amp.scaler import check_finite, update_scale
 from functional_amp.scan import scan_window
 from functional_amp.state import Metrics, TrainState, Window
 from functional_amp.transform import stage, transformed
-from functional_amp.tree import PyTree, like, map_tensors, select, with_fields
+from functional_amp.tree import PyTree, like, select, with_fields
 
 R = TypeVar("R")
 
@@ -214,9 +214,8 @@ def make_step(
         added = accumulate(total, grads)
         if donate and (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
             # The first sum may be a view of a tensor of the loss function's; the compiler drops a needless copy.
-            added = (
-                with_fields(added, tree=map_tensors(torch.clone, added.tree)) if total is None else into(total, added)
-            )
+            tree = cloned(added.tree) if total is None else into(total.tree, added.tree)
+            added = with_fields(added, tree=tree)
         return Added(added, grads.weight, loss, aux)
 
     def accumulate_window(state: TrainState, micro_batch: Any, donate: bool = donate) -> TrainState:

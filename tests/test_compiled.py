@@ -104,6 +104,25 @@ def test_twelve_steps_in_one_process_do_not_use_up_the_compilers_limit(by_hand):
         torch.testing.assert_close(state.params, torch.ones(2) * (1 - 0.1 - index))
 
 
+@pytest.mark.parametrize(
+    ("params", "leaf"),
+    [
+        ([{"w": None}, {"w": torch.ones(1)}], lambda p: p[1]["w"]),
+        ({"head": {"w": torch.ones(1)}, "body": {"w": None, "b": None}}, lambda p: p["head"]["w"]),
+    ],
+)
+def test_missing_leaves_are_no_reason_for_a_break_in_a_donating_step(params, leaf):
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return (leaf(p) * x).sum()
+
+    optimizer = fa.adamw(0.5)
+    step = fa.make_step(loss_fn, optimizer, donate=True, compile=AOT)
+    expected = fa.make_step(loss_fn, optimizer)
+    window = [torch.tensor(2.0), torch.tensor(3.0)]
+    found, _ = step(fa.init_state(params, optimizer), window)
+    assert_close(found, expected(fa.init_state(params, optimizer), window)[0], **CLOSE)
+
+
 def test_a_graph_that_can_not_be_made_leaves_the_donated_state_as_it_was():
     def loss_fn(p: Tensor, x: Tensor) -> Tensor:
         if x.dim() == 0:
