@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ def compile_rows(setup: Setup) -> list[Row]:
             loop = make_loop(variant, work, setup)
             window = work.window(length, setup.seed + 1, setup.device)
             with fresh_cache():
-                first, *later = (seconds_of(lambda: loop.run(window), setup.device) for _ in range(4))  # noqa: B023
+                first, *later = (seconds_of(partial(loop.run, window), setup.device) for _ in range(4))
             values[variant] = first - statistics.median(later)
         rows.append(Row("counts", f"mlp: compilation, window of {length}", "s", values, compared=False))
     return rows

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import functional_amp as fa
+from functional_amp.inplace import cloned
 from functional_amp.transform import transformed
 from functional_amp.tree import flatten
 
@@ -57,9 +58,9 @@ def _on_copies(make_step: Any, options: dict[str, Any], *args: Any, **given: Any
     def copied(state: Any) -> Any:
         if transformed() or not isinstance(state, fa.TrainState):
             return state
-        flat = flatten(state)
         if torch.compiler.is_compiling():
-            return flat.unflatten([None if leaf is None else leaf.clone() for leaf in flat.leaves])
+            return cloned(state)
+        flat = flatten(state)
         copies = {id(leaf): leaf.clone() for leaf in flat.leaves if leaf is not None}
         # Of one tensor at two places one copy: an open window has the scale of its scaler.
         return flat.unflatten([None if leaf is None else copies[id(leaf)] for leaf in flat.leaves])

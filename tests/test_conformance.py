@@ -26,6 +26,7 @@ from functional_amp.testing import (
     step_machine,
 )
 from tests.models import Problem, conv_net, mlp, transformer
+from tests.test_scaler import ODD
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 TINY = torch.finfo(torch.float32).tiny
@@ -84,16 +85,6 @@ def test_each_optimizer_keeps_all_the_laws(name: str):
 # Scalers
 
 
-ODD: dict[str, Any] = {
-    "growth_factor": 3.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 7,
-    "min_scale": 0.125,
-    "max_scale": 2.0**30,
-    "hysteresis": 3,
-    "refill": "good",
-    "growth_delay": 2,
-}
 SCALERS: dict[str, Callable[[], Any]] = {
     "torch": fa.DynamicScale,
     "every field odd": lambda: fa.DynamicScale(24.0, 5, 2, **ODD),

@@ -12,6 +12,7 @@ from torch import Tensor
 import functional_amp as fa
 from functional_amp.optim import per_leaf
 from functional_amp.testing import same_bits
+from tests.test_donate import Handing
 from tests.test_fuzz import ODD, says_so
 from tests.test_hunts import OPTIMIZERS, donations, optimizers, run
 from tests.test_hunts_numbers import float64_norm
@@ -51,16 +52,8 @@ def test_buffers_that_do_not_fit_cost_a_donated_state_nothing():
     assert state.params.tolist() == [0.0, 0.0] and state.buffers["m"].tolist() == [1.0, 1.0]
 
 
-class Giving(torch.autograd.Function):
+class Giving(Handing):
     """Its gradient is a tensor of the user's, the very one."""
-
-    @staticmethod
-    def forward(p: Tensor, given: Tensor) -> Tensor:
-        return (p * 0).sum() + 1
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.given = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

@@ -389,7 +389,7 @@ def test_a_run_can_be_continued_from_the_trackers():
 # The scaler as a value
 
 
-ODD = {
+ODD: dict[str, Any] = {
     "growth_factor": 3.0,
     "backoff_factor": 0.25,
     "growth_interval": 7,

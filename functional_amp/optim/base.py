@@ -106,10 +106,8 @@ def transact(
         grads = map_tensors(lambda g: divided(g, divisor), grads)
     applied = materialized(applied)
     new_params, new_state = step_with(optimizer, grads, opt_state, params)
-    new_params, new_state = (
-        select(applied, new_params, params, "params"),
-        select(applied, new_state, opt_state, "opt_state"),
-    )
+    new_params = select(applied, new_params, params, "params")
+    new_state = select(applied, new_state, opt_state, "opt_state")
     if donate and not transformed():
         return into(params, new_params), into(opt_state, new_state)
     return new_params, new_state
