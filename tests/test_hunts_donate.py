@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import functional_amp as fa
-from functional_amp.optim import per_leaf
+from functional_amp.optim.fused import Plan
 from functional_amp.testing import same_bits
 from tests.test_donate import Handing
 from tests.test_fuzz import ODD, says_so
@@ -167,15 +167,15 @@ def test_a_plan_that_another_thread_replaces_meanwhile_is_not_taken_for_ones_own
     params = {"a": torch.ones(2), "b": torch.ones(2)}
     opt_state, grads = optimizer.init(params), {"a": torch.ones(2), "b": torch.ones(2)}
     expected = fa.maybe_step(optimizer, params, opt_state, grads, GOOD)
-    fits = per_leaf._Plan.fits
+    fits = Plan.fits
 
     def fits_and_yields(plan: Any, flats: Any) -> bool:
         found = fits(plan, flats)
-        monkeypatch.setattr(per_leaf._Plan, "fits", fits)
+        monkeypatch.setattr(Plan, "fits", fits)
         fa.maybe_step(optimizer, params, opt_state, {"a": torch.ones(2), "b": None}, GOOD)  # the other thread
         return found
 
-    monkeypatch.setattr(per_leaf._Plan, "fits", fits_and_yields)
+    monkeypatch.setattr(Plan, "fits", fits_and_yields)
     assert same_bits(fa.maybe_step(optimizer, params, opt_state, grads, GOOD), expected)
 
 
