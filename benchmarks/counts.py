@@ -18,7 +18,7 @@ from benchmarks.loops import make_functional, make_loop, make_options
 from benchmarks.measure import Call, seconds_of
 from benchmarks.setup import Row, Setup
 from benchmarks.work import task
-from functional_amp.tree import with_fields
+from functional_amp.registry import with_fields
 
 HOST_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"}
 COMPILED_WINDOWS = (2, 16)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from functional_amp.backward import ScaledGrads
 from functional_amp.checks import check_number
-from functional_amp.state import TrainState
-from functional_amp.tree import PyTree, flatten_tensors, is_differentiable, paths
-from functional_amp.unscale import largest
+from functional_amp.dtypes import is_differentiable
+from functional_amp.engine.norm import max_abs
+from functional_amp.tree import PyTree, flatten_tensors, paths
+from functional_amp.values.grads import ScaledGrads
+from functional_amp.values.state import TrainState
 
 
 def nonfinite_paths(tree: ScaledGrads | PyTree) -> list[str]:
@@ -32,7 +33,7 @@ def nonfinite_paths(tree: ScaledGrads | PyTree) -> list[str]:
     return [
         path
         for path, leaf in zip(paths(tree), flatten_tensors(tree, "tree").leaves, strict=True)
-        if is_differentiable(leaf) and not bool(torch.isfinite(largest([leaf])))
+        if is_differentiable(leaf) and not bool(torch.isfinite(max_abs([leaf])))
     ]
 
 

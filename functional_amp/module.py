@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from functional_amp.tree import with_fields
+from functional_amp.registry import with_fields
 
 Tensors = dict[str, Tensor]
 

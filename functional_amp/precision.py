@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.backward import Loss, check_loss_fn
-from functional_amp.tree import PyTree, flatten, map_tensors, with_fields
+from functional_amp.registry import with_fields
+from functional_amp.tree import PyTree, flatten, map_tensors
+from functional_amp.values.grads import Loss, check_loss_fn
 
 LossFn = Callable[..., Any]
 

@@ -9,7 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_amp.tree import Box, PyTree, flatten_tensors, is_differentiable
+from functional_amp.dtypes import is_differentiable
+from functional_amp.tree import Box, PyTree, flatten_tensors
 
 Flat = dict[str, Any]
 

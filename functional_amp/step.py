@@ -1,99 +1,128 @@
-"""The whole step: maybe_step, make_step."""
+"""The composed step: init_state, Step, make_step."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from functional_amp.accumulate import accumulate
-from functional_amp.backward import (
-    Backend,
-    Loss,
-    ScaledGrads,
-    as_loss,
-    check_backend,
-    check_loss_fn,
-    denominator,
-    scale_backward,
-)
-from functional_amp.clip import check_clip, measured
-from functional_amp.compiled import Compile, compiled, with_own_code
-from functional_amp.donate import Added, Lineage, accumulate_in_place, donated
-from functional_amp.inplace import cloned, into
-from functional_amp.optim.base import Optimizer, check_optimizer, transact
+from functional_amp.checks import check_bool
+from functional_amp.dtypes import counted, like
+from functional_amp.engine.graphs import Compile, check_compile
+from functional_amp.engine.random import seeded
+from functional_amp.engine.runs import Runs
+from functional_amp.engine.scan import scan_window
+from functional_amp.engine.storage import FRESH, Storage, copied, unshared
+from functional_amp.mode import stage, transformed
+from functional_amp.optim.base import Optimizer, check_optimizer, init_with
+from functional_amp.optim.transaction import maybe_step
 from functional_amp.precision import cast_floating, check_dtype
-from functional_amp.random import seeded
-from functional_amp.scaler import check_finite, update_scale
-from functional_amp.scan import scan_window
-from functional_amp.state import Metrics, TrainState, Window
-from functional_amp.transform import stage, transformed
-from functional_amp.tree import PyTree, like, select, with_fields
-
-R = TypeVar("R")
-
-
-class Stepped(NamedTuple):
-    """The parameters and the optimizer state after an update, or as they were."""
-
-    params: PyTree
-    opt_state: PyTree
+from functional_amp.registry import with_fields
+from functional_amp.selection import select
+from functional_amp.stages.aux import aux_mean, aux_sum
+from functional_amp.stages.clip import check_clip, clip
+from functional_amp.stages.differentiate import Backend, check_backend
+from functional_amp.stages.streaming import accumulate_backward, windowed
+from functional_amp.stages.unscale import all_finite
+from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
+from functional_amp.values.grads import Loss, check_loss_fn
+from functional_amp.values.scaler import DynamicScale, Scaler, check_scaler, update_scale
+from functional_amp.values.state import Metrics, TrainState, Window
 
 
 @stage
-def maybe_step(
-    optimizer: Optimizer | Any, params: PyTree, opt_state: PyTree, grads: ScaledGrads | PyTree, finite: Tensor
-) -> Stepped:
-    """Applies the optimizer where the gradients are finite; a transaction.
+def init_state(
+    params: PyTree, optimizer: Optimizer | Any, scaler: Scaler | None = None, buffers: PyTree = None
+) -> TrainState:
+    """The state before the first window, in storage of its own: a donating step writes to nothing of yours.
 
     Args:
-        optimizer: an `Optimizer`, any pair of `(init, update)`, or an update function.
-        params: a pytree of tensors.
-        opt_state: what `optimizer.init(params)` gave, or the state since.
-        grads: gradients in true units, or ScaledGrads, whose units are taken off. The parameter of
-            a missing gradient (None) is left alone.
-        finite: 0-dim bool tensor. Where False, parameters and optimizer state come back bit for
-            bit: moments, step count and with it the schedule.
-
-    Returns:
-        The new parameters and optimizer state: same structure, shapes and dtypes.
+        params: a pytree of tensors; they are copied, as the buffers are.
+        optimizer: gives the optimizer state by its `init`.
+        scaler: by default `DynamicScale()`. It moves to the device of the parameters.
+        buffers: a pytree of tensors that the loss function takes and returns, or None.
 
     Raises:
-        TypeError: if `finite` is no bool tensor, the optimizer is none, or a dtype would change.
-        ValueError: if the gradients, or what the optimizer returns, do not have the structure and
-            shapes of the parameters or of the state; the path is named.
+        TypeError: for leaves that are not tensors, something that is not a scaler or an optimizer.
 
     >>> import torch
     >>> from functional_amp import sgd
-    >>> optimizer, params = sgd(lr=0.1), {"w": torch.tensor([1.0])}
-    >>> opt_state, grads = optimizer.init(params), {"w": torch.tensor([float("nan")])}
-    >>> maybe_step(optimizer, params, opt_state, grads, torch.tensor(False)).params
-    {'w': tensor([1.])}
+    >>> init_state({"w": torch.ones(2)}, sgd(lr=0.1)).scaler.scale
+    tensor(65536.)
     """
-    check_finite(finite)
-    if finite.dim() != 0:
-        raise ValueError(f"finite: found shape {tuple(finite.shape)}, expected a 0-dim flag. Reduce it with torch.all.")
-    tree, divisor = (grads.tree, denominator(grads)) if isinstance(grads, ScaledGrads) else (grads, None)
-    return Stepped(*transact(optimizer, tree, opt_state, params, divisor, finite, donate=False))
+    scaler = DynamicScale() if scaler is None else scaler
+    check_scaler(scaler)
+    leaves = [leaf for leaf in flatten_tensors(params, "params").leaves if leaf is not None]
+    flatten_tensors(buffers, "buffers")
+    if any([not isinstance(leaf, Tensor) for leaf in flatten(scaler).leaves if leaf is not None]):
+        raise TypeError(
+            f"scaler: found {type(scaler).__name__}, expected a registered pytree node with tensors at its leaves. "
+            "Register the class with functional_amp.register(cls, children, static), numbers among its static fields."
+        )
+    if leaves:
+        scaler = cast(Scaler, map_tensors(lambda leaf: leaf.to(leaves[0].device), scaler))
+    if transformed():
+        opt_state = init_with(optimizer, params)
+    else:
+        params, buffers = map_tensors(copied, params), map_tensors(copied, buffers)
+        scaler = cast(Scaler, map_tensors(copied, scaler))
+        opt_state = unshared(init_with(optimizer, params), params)
+    # One tensor each: torch.compile guards on two inputs being the same object, and they never are again.
+    counters = [torch.zeros_like(scaler.scale, dtype=torch.int32) for _ in range(3)]
+    return TrainState(params, opt_state, scaler, buffers, None, *counters)
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The composed step: `accumulate` folded over a window, then `update`.
+    """The composed step, as a value: its options, and a body made of the public stages.
+
+        for micro_batch in window:
+            grads, loss, aux = scale_backward(loss_fn, scaler, params, micro_batch)
+            total = accumulate(total, grads)
+        grads, norm = clip(total, max_norm)
+        finite = all_finite(grads, norm=norm)
+        params, opt_state = maybe_step(optimizer, params, opt_state, grads, finite)
+        scaler = update_scale(scaler, finite)
+
+    `make_step` makes one, and `dataclasses.replace(step, max_norm=1.0)` another.
 
     Attributes:
-        accumulate: `(state, micro_batch) -> state`.
-        update: `state -> (state, metrics)`; closes the window.
-        scanned: what `scan` runs in place of the two, where it is compiled by itself.
+        loss_fn, optimizer, max_norm, norm_type, clip_eps, backend, compute_dtype, donate, compile: the
+            arguments of `make_step`.
+        accumulate: `(state, micro_batch) -> state`: adds a micro-batch to the open window.
+        update: `state -> (state, metrics)`: closes the window.
     """
 
-    accumulate: Callable[[TrainState, Any], TrainState]
-    update: Callable[[TrainState], tuple[TrainState, Metrics]]
-    scanned: Callable[[TrainState, Any], tuple[TrainState, Metrics]] | None = None
+    loss_fn: Callable[..., Tensor | Loss]
+    optimizer: Optimizer | Any
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_eps: float = 0.0
+    backend: Backend = "auto"
+    compute_dtype: torch.dtype | None = None
+    donate: bool = False
+    compile: Compile = False
+    accumulate: Callable[[TrainState, Any], TrainState] = field(init=False, repr=False)
+    update: Callable[[TrainState], tuple[TrainState, Metrics]] = field(init=False, repr=False)
+    _loss: Callable[..., Loss] = field(init=False, repr=False)
+    _runs: Runs = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_loss_fn(self.loss_fn)
+        check_optimizer(self.optimizer)
+        check_clip(self.max_norm, self.norm_type, self.clip_eps)
+        check_backend(self.backend)
+        if self.compute_dtype is not None:
+            check_dtype(self.compute_dtype, "compute_dtype")
+        check_bool(self.donate, "donate")
+        check_compile(self.compile)
+        runs = Runs(self._accumulated, self._updated, self._scanned, donate=self.donate, compile=self.compile)
+        parts = {"accumulate": runs.accumulate, "update": runs.update, "_loss": windowed(self.loss_fn), "_runs": runs}
+        for name, part in parts.items():
+            object.__setattr__(self, name, part)
 
     def __call__(
         self, state: TrainState, micro_batches: Iterable[Any], *, seed: int | None = None
@@ -101,9 +130,9 @@ class Step:
         """One update from a window of micro-batches.
 
         Args:
-            state: the state so far; it is not changed and may be used again.
+            state: the state so far; it is not changed and may be used again, unless the step donates.
             micro_batches: one or more micro-batches, each any pytree.
-            seed: makes the window's random numbers (dropout) depend on it alone, and leaves the
+            seed: makes the window's random numbers (dropout) depend on it alone, and leaves torch's
                 global generators as they were. Outside a compiled step only: there, write
                 `with seeded(seed): compiled(state, micro_batches)`.
 
@@ -122,13 +151,8 @@ class Step:
             )
         if seed is not None:
             with seeded(seed):
-                return self(state, micro_batches)
-        empty = True
-        for micro_batch in micro_batches:
-            state, empty = self.accumulate(state, micro_batch), False
-        if empty:
-            raise ValueError("micro_batches: found an empty window, expected at least one micro-batch.")
-        return self.update(state)
+                return self._runs.window(state, micro_batches)
+        return self._runs.window(state, micro_batches)
 
     def scan(self, state: TrainState, micro_batches: PyTree) -> tuple[TrainState, Metrics]:
         """One update from micro-batches that are stacked along a first dimension.
@@ -138,9 +162,82 @@ class Step:
         Raises:
             ValueError: for leaves that are not tensors of one first size, naming them; for an empty window.
         """
-        if self.scanned is not None:
-            return self.scanned(state, micro_batches)
-        return self.update(scan_window(self.accumulate, state, micro_batches))
+        return self._runs.scan(state, micro_batches)
+
+    def _accumulated(self, state: TrainState, micro_batch: Any, storage: Storage = FRESH) -> TrainState:
+        """The body of `accumulate`: scale_backward, then accumulate."""
+        window = state.window
+        if window is None:
+            params = state.params if self.compute_dtype is None else cast_floating(state.params, self.compute_dtype)
+            total, loss_sum, buffers, aux = None, None, state.buffers, None
+        else:
+            params = state.params if window.params is None else window.params
+            total, loss_sum, buffers, aux = window.grads, window.loss, window.buffers, window.aux
+        grads, weight, loss, out = accumulate_backward(
+            total,
+            self._loss,
+            state.scaler,
+            params,
+            micro_batch,
+            buffers,
+            backend=self.backend,
+            storage=storage,
+        )
+        if window is not None and out.reduction != window.reduction:
+            raise ValueError(
+                f"loss_fn: found reduction {out.reduction!r} in a window of {window.reduction!r}, expected one for all "
+                "micro-batches of a window."
+            )
+        if out.may_vanish:  # a weight of 0 leaves nothing behind, NaN or not
+            loss = torch.where(weight == 0, 0, loss * like(weight, loss))
+            out = out._replace(buffers=select(weight > 0, out.buffers, buffers, "buffers"))
+        return with_fields(
+            state,
+            window=Window(
+                grads,
+                loss if loss_sum is None else loss_sum + loss,
+                out.buffers,
+                None if self.compute_dtype is None else params,
+                aux_sum(aux, out.aux, weight, first=window is None),
+                out.reduction,
+            ),
+        )
+
+    def _updated(self, state: TrainState, storage: Storage = FRESH) -> tuple[TrainState, Metrics]:
+        """The body of `update`: clip, all_finite, maybe_step, update_scale."""
+        window = state.window
+        if window is None:
+            raise ValueError("update: found no open window, expected step.accumulate(state, micro_batch) before it.")
+        grads, norm = clip(window.grads, self.max_norm, norm_type=self.norm_type, eps=self.clip_eps)
+        finite = all_finite(grads, norm=norm)
+        applied = finite & (grads.weight > 0)
+        # Before the update: where buffers do not fit, a donated state has not been written to yet.
+        buffers = select(applied, window.buffers, state.buffers, "buffers")
+        params, opt_state = maybe_step(self.optimizer, state.params, state.opt_state, grads, finite, storage=storage)
+        scaler = update_scale(state.scaler, finite)
+        weight = torch.where(grads.weight == 0, 1, grads.weight)
+        metrics = Metrics(
+            window.loss / weight, norm, finite, applied, state.scaler.scale, grads.weight, aux_mean(window.aux, weight)
+        )
+        next_state = TrainState(
+            params,
+            opt_state,
+            scaler,
+            storage.put(state.buffers, buffers),
+            window=None,
+            applied=counted(state.applied, applied),
+            skipped=counted(state.skipped, ~applied),
+            skipped_in_a_row=torch.where(applied, 0, counted(state.skipped_in_a_row)),
+        )
+        return next_state, metrics
+
+    def _scanned(self, state: TrainState, micro_batches: Any, storage: Storage = FRESH) -> tuple[TrainState, Metrics]:
+        """The body of `scan`."""
+
+        def accumulated(state: TrainState, micro_batch: Any) -> TrainState:
+            return self._accumulated(state, micro_batch, storage if storage.streams else FRESH)
+
+        return self._updated(scan_window(accumulated, state, micro_batches), storage)
 
 
 def make_step(
@@ -150,7 +247,7 @@ def make_step(
     max_norm: float | None = None,
     norm_type: float = 2.0,
     clip_eps: float = 0.0,
-    backend: Backend = "func",
+    backend: Backend = "auto",
     compute_dtype: torch.dtype | None = None,
     donate: bool = False,
     compile: Compile = False,
@@ -167,19 +264,22 @@ def make_step(
         compute_dtype: the loss function is given copies of the float parameters in this dtype, made
             once a window; their gradients are added in float32.
         donate: the state that is passed in is used up, and its storage holds the next one: the same
-            values at the peak memory of an imperative loop. Reading a state that was given away
-            raises RuntimeError. In eager mode the autograd engine adds each gradient as it is made,
-            with both backends; they differ where autocast casts one weight several times.
-        compile: True compiles `accumulate`, `update` and `scan`, each at its first call and to one
-            graph; a dict is passed on to `torch.compile` (`{"mode": "max-autotune"}`). A window of
-            micro-batches stays a Python loop, never unrolled.
+            values at the peak memory of an imperative loop. Reading, copying or saving a state that was
+            given away raises RuntimeError. An exception gives it back, but in the middle of an update's
+            writes. In eager mode the autograd engine adds each gradient as it is made, with every
+            backend; they differ where autocast casts one weight several times.
+        compile: True compiles the step: a window of one is one graph, one of two is two, a longer one
+            three. A dict is passed on to `torch.compile` (`{"mode": "max-autotune"}`). A window of
+            micro-batches stays a Python loop, never unrolled. `{"unsafe_skip_guards": True}` looks at no
+            guard while the state is the last one returned and the micro-batch has the structure, shapes
+            and dtypes of the last one: what it misses is a change of Python values that the loss reads.
 
     Returns:
         A `Step`. A window without weight is not applied; the scale then counts it as a clean one. A
-        window whose norm is no float32 counts as overflow.
+        window whose norm is outside float32 counts as overflow.
 
     Raises:
-        TypeError, ValueError: for a loss function or an optimizer that is none, bad hyperparameters, at once.
+        TypeError, ValueError: for a loss function or an optimizer that is not one, bad hyperparameters, at once.
 
     >>> import torch
     >>> from functional_amp import StaticScale, init_state, sgd
@@ -190,104 +290,4 @@ def make_step(
     >>> state.params, metrics.loss
     (tensor([2.]), tensor(5.))
     """
-    check_loss_fn(loss_fn)
-    check_optimizer(optimizer)
-    check_clip(max_norm, norm_type, clip_eps)
-    check_backend(backend)
-    if compute_dtype is not None:
-        check_dtype(compute_dtype, "compute_dtype")
-    if not isinstance(donate, bool):
-        raise TypeError(f"donate: found {type(donate).__name__} {donate!r}, expected True or False.")
-
-    def windowed_loss(params: PyTree, micro_batch: Any, buffers: PyTree) -> Loss:
-        loss = as_loss(loss_fn(params, micro_batch) if buffers is None else loss_fn(params, micro_batch, buffers))
-        if buffers is None and loss.buffers is not None:
-            raise ValueError(
-                "loss_fn: found buffers in the Loss, but the state has none. Pass init_state(..., buffers=buffers)."
-            )
-        return with_fields(loss, aux=buffers if loss.buffers is None else loss.buffers, buffers=None)
-
-    def add(donate: bool, total: ScaledGrads | None, state: TrainState, params: PyTree, *batch: Any) -> Added:
-        if donate and not torch.compiler.is_compiling() and not transformed() and not torch.is_inference_mode_enabled():
-            return accumulate_in_place(windowed_loss, state.scaler, params, total, *batch)
-        grads, loss, aux = scale_backward(windowed_loss, state.scaler, params, *batch, backend=backend)
-        added = accumulate(total, grads)
-        if donate and (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
-            # The first sum may be a view of a tensor of the loss function's; the compiler drops a needless copy.
-            tree = cloned(added.tree) if total is None else into(total.tree, added.tree)
-            added = with_fields(added, tree=tree)
-        return Added(added, grads.weight, loss, aux)
-
-    def accumulate_window(state: TrainState, micro_batch: Any, donate: bool = donate) -> TrainState:
-        window = state.window
-        if window is None:
-            params = state.params if compute_dtype is None else cast_floating(state.params, compute_dtype)
-            grads, weight, loss, buffers = add(donate, None, state, params, micro_batch, state.buffers)
-        else:
-            params = state.params if window.params is None else window.params
-            grads, weight, loss, buffers = add(donate, window.grads, state, params, micro_batch, window.buffers)
-        loss = torch.where(weight == 0, 0, loss * like(weight, loss))
-        loss = loss if window is None else window.loss + loss
-        return with_fields(state, window=Window(grads, loss, buffers, None if compute_dtype is None else params))
-
-    def update(state: TrainState) -> tuple[TrainState, Metrics]:
-        window = state.window
-        if window is None:
-            raise ValueError("update: found no open window, expected step.accumulate(state, micro_batch) before it.")
-        weight = window.grads.weight
-        divisor, norm, finite = measured(window.grads, max_norm, norm_type=norm_type, eps=clip_eps)
-        applied = finite & (weight > 0)
-        scaler = update_scale(state.scaler, finite)
-        buffers = select(applied, window.buffers, state.buffers, "buffers")
-        # Last: where buffers do not fit, a donated state has not been written to yet.
-        params, opt_state = transact(
-            optimizer, window.grads.tree, state.opt_state, state.params, divisor, applied, donate=donate
-        )
-        next_state = TrainState(
-            params,
-            opt_state,
-            scaler,
-            buffers=into(state.buffers, buffers) if donate and not transformed() else buffers,
-            window=None,
-            applied=state.applied + applied,
-            skipped=state.skipped + ~applied,
-            skipped_in_a_row=torch.where(applied, 0, state.skipped_in_a_row + 1),
-        )
-        loss = window.loss / torch.where(weight == 0, 1, weight)
-        return next_state, Metrics(loss, norm, finite, state.scaler.scale, weight)
-
-    def scanned(state: TrainState, micro_batches: Any) -> tuple[TrainState, Metrics]:
-        in_place = donate and not torch.compiler.is_compiling()  # the body of a scan may write to nothing
-        return update(scan_window(functools.partial(accumulate_window, donate=in_place), state, micro_batches))
-
-    lineage: Lineage = []
-
-    def finished(half: Callable[..., R], *, closes: bool) -> Callable[..., R]:
-        half = compiled(stage(half, detach=not donate), compile, backend)
-        return _on_state(donated(half, lineage, closes=closes, in_graph=compile is not False) if donate else half)
-
-    return Step(
-        finished(accumulate_window, closes=False), finished(update, closes=True), finished(scanned, closes=True)
-    )
-
-
-def _on_state(function: Callable[..., R]) -> Callable[..., R]:
-    """Refuses anything but a `TrainState` before the function runs."""
-
-    @with_own_code
-    @functools.wraps(function)
-    def wrapped(state: TrainState, *args: Any, **kwargs: Any) -> R:
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"state: found {type(state).__name__}, expected the TrainState that init_state or the last step gave. "
-                "A step returns the pair (state, metrics)."
-            )
-        window = vars(state).get("window")
-        if window is not None and not (isinstance(window, Window) and isinstance(window.grads, ScaledGrads)):
-            raise TypeError(
-                f"state.window: found {type(window).__name__}, expected None or what step.accumulate opened. "
-                "Go on with dataclasses.replace(state, window=None), and repeat the window."
-            )
-        return function(state, *args, **kwargs)
-
-    return wrapped
+    return Step(loss_fn, optimizer, max_norm, norm_type, clip_eps, backend, compute_dtype, donate, compile)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import functional_amp as fa
-from functional_amp.inplace import cloned
-from functional_amp.transform import transformed
+from functional_amp.engine.storage import cloned
+from functional_amp.mode import transformed
 from functional_amp.tree import flatten
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
@@ -49,24 +49,51 @@ def pytest_configure(config: pytest.Config) -> None:
         fa.make_step = functools.partial(_on_copies, fa.make_step, options)
 
 
-def _on_copies(make_step: Any, options: dict[str, Any], *args: Any, **given: Any) -> fa.Step:
-    """A step that may be given a state twice, as the pure one: each time it uses up a copy."""
+class Halves:
+    """A step made of two halves by other hands: `accumulate` folded over a window, then `update`."""
+
+    def __init__(self, accumulate: Any, update: Any, scan: Any = None):
+        self.accumulate, self.update, self.scan = accumulate, update, scan
+
+    def __call__(self, state: Any, micro_batches: Any, *, seed: int | None = None) -> Any:
+        if seed is not None:
+            with fa.seeded(seed):
+                return self(state, micro_batches)
+        for micro_batch in micro_batches:
+            state = self.accumulate(state, micro_batch)
+        return self.update(state)
+
+
+class OnCopies(Halves):
+    """A donating step that may be given a state twice, as the pure one: each time it uses up a copy."""
+
+    def __init__(self, step: fa.Step):
+        self.step = step
+        super().__init__(
+            lambda state, batch: step.accumulate(copied(state), batch),
+            lambda state: step.update(copied(state)),
+            lambda state, batches: step.scan(copied(state), batches),
+        )
+
+    def __call__(self, state: Any, micro_batches: Any, **options: Any) -> Any:
+        return self.step(copied(state), micro_batches, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+
+def copied(state: Any) -> Any:
+    if transformed() or not isinstance(state, fa.TrainState):
+        return state
+    if torch.compiler.is_compiling():
+        return cloned(state)
+    flat = flatten(state)
+    copies = {id(leaf): leaf.clone() for leaf in flat.leaves if isinstance(leaf, torch.Tensor)}
+    # Of one tensor at two places one copy: an open window has the scale of its scaler.
+    return flat.unflatten([copies.get(id(leaf), leaf) for leaf in flat.leaves])
+
+
+def _on_copies(make_step: Any, options: dict[str, Any], *args: Any, **given: Any) -> Any:
     if {"donate", "compile"} & set(given):
         return make_step(*args, **given)
-    step = make_step(*args, **given, **options)
-
-    def copied(state: Any) -> Any:
-        if transformed() or not isinstance(state, fa.TrainState):
-            return state
-        if torch.compiler.is_compiling():
-            return cloned(state)
-        flat = flatten(state)
-        copies = {id(leaf): leaf.clone() for leaf in flat.leaves if leaf is not None}
-        # Of one tensor at two places one copy: an open window has the scale of its scaler.
-        return flat.unflatten([None if leaf is None else copies[id(leaf)] for leaf in flat.leaves])
-
-    return fa.Step(
-        lambda state, batch: step.accumulate(copied(state), batch),
-        lambda state: step.update(copied(state)),
-        lambda state, batches: step.scan(copied(state), batches),
-    )
+    return OnCopies(make_step(*args, **given, **options))

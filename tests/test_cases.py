@@ -32,7 +32,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_amp as fa
-from functional_amp.tree import scalar_dtype
+from functional_amp.dtypes import scalar_dtype
 
 GOOD, BAD = torch.tensor(True), torch.tensor(False)
 FLOAT32 = torch.finfo(torch.float32)
@@ -637,7 +637,7 @@ def run_the_stages(optimizer: Any, params: Any, state: Any, x: Tensor, norm_type
 def test_U10_float64_intermediate_breaks_devices_without_float64(monkeypatch, make, dtype):
     """pytorch/pytorch#142397: no stage makes a float64 tensor where no leaf is one and the device has none."""
     assert scalar_dtype(torch.device("mps")) == torch.float32
-    for name in ("optim.adam", "clip"):
+    for name in ("optim.adam", "optim.kernels", "stages.clip", "engine.norm"):
         module = importlib.import_module(f"functional_amp.{name}")
         monkeypatch.setattr(module, "scalar_dtype", lambda device: torch.float32)
     params = {"w": torch.ones(2, dtype=dtype)}

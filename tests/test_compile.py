@@ -12,6 +12,7 @@ import torch
 
 import functional_amp as fa
 from functional_amp.tree import flatten, paths
+from tests.conftest import Halves
 from tests.models import PROBLEMS, Problem, conv_net, mlp, overflowing, transformer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -44,7 +45,7 @@ def compiled_whole(step: fa.Step) -> Callable[..., Any]:
 
 def compiled_halves(step: fa.Step) -> Callable[..., Any]:
     accumulate, update = compiled(step.accumulate), compiled(step.update)
-    return fa.Step(accumulate, update)
+    return Halves(accumulate, update)
 
 
 # The halves: an accumulate that opens a window, one that adds to it, and an update.
@@ -325,7 +326,7 @@ def test_inductor_agrees_with_eager_mode_over_a_whole_run(backend: Any):
 def test_inductor_replays_dropout_and_skips_bit_for_bit():
     problem, optimizer = mlp(dropout=0.5), fa.sgd(0.1, momentum=0.9)
     step = fa.make_step(fa.autocast(problem.loss_fn, torch.bfloat16), optimizer, max_norm=1.0)
-    halves = fa.Step(torch.compile(step.accumulate, fullgraph=True), torch.compile(step.update, fullgraph=True))
+    halves = Halves(torch.compile(step.accumulate, fullgraph=True), torch.compile(step.update, fullgraph=True))
     state, window = start(problem, optimizer), [problem.batch(0), problem.batch(1)]
     with fa.seeded(3):
         first = halves(state, window)

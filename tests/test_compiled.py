@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import functional_amp as fa
-from functional_amp.tree import flatten, map_tensors, with_fields
+from functional_amp.registry import with_fields
+from functional_amp.tree import flatten, map_tensors
+from tests.conftest import Halves
 from tests.models import PROBLEMS, Problem, mlp, overflowing
 from tests.test_compile import CLOSE, assert_close, assert_identical, graphs
 from tests.test_donate import storages
@@ -45,21 +47,33 @@ def windows(problem: Problem, lengths: tuple[int, ...], bad: int) -> list[list[A
         pytest.param("conv_net", "func", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_step_has_three_graphs_for_windows_of_any_length_and_eager_values(name, backend, donate):
+def test_a_compiled_step_has_four_graphs_for_windows_of_any_length_and_eager_values(name, backend, donate):
     problem = PROBLEMS[name]()
     # Not Adam: it makes as much of the noise of a gradient that is zero (a bias before BatchNorm) as of any.
     optimizer = fa.sgd(fa.warmup_cosine(1e-1, 3, 30), momentum=0.9)
     eager = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, backend=backend)
     step = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, backend=backend, donate=donate, compile=AOT)
     state, expected = start(problem, optimizer), start(problem, optimizer)
-    for index, window in enumerate(windows(problem, (2, 2, 4, 1, 3), bad=2)):
-        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+    for window in windows(problem, (2, 2, 4, 1, 3), bad=2):
+        with torch._dynamo.config.patch(error_on_recompile=True):
             state, metrics = step(state, window)
         expected, expected_metrics = eager(expected, window)
         assert_close((state, metrics), (expected, expected_metrics), **CLOSE)
-    # An accumulate that opens a window, one that adds to it, and an update.
-    assert graphs() == 3
+    # One that opens a window, one that adds to it, one that adds and closes, one for a window of one.
+    assert graphs() == 4
     assert (state.applied.item(), state.skipped.item()) == (4, 1)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, 1), (2, 2), (3, 3), (5, 3)])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_window_of_one_is_one_graph_of_two_two_and_of_more_three(length, expected, donate):
+    optimizer = fa.sgd(0.1)
+    step = fa.make_step(lambda p, x: (p * x).sum(), optimizer, donate=donate, compile=AOT)
+    state = fa.init_state(torch.ones(2), optimizer)
+    for _ in range(3):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            state, _ = step(state, [torch.ones(2)] * length)
+    assert graphs() == expected
 
 
 def test_a_donating_compiled_step_writes_into_the_storage_of_the_last_state():
@@ -99,7 +113,7 @@ def test_twelve_steps_in_one_process_do_not_use_up_the_compilers_limit(by_hand):
         step = fa.make_step(lambda p, x: (p * x).sum(), optimizer, compile=False if by_hand else AOT)
         if by_hand:
             compiled = functools.partial(torch.compile, fullgraph=True, **AOT)
-            step = fa.Step(compiled(step.accumulate), compiled(step.update))
+            step = Halves(compiled(step.accumulate), compiled(step.update))
         state, _ = step(fa.init_state(torch.ones(2), optimizer, fa.NoScale()), [torch.ones(2)])
         torch.testing.assert_close(state.params, torch.ones(2) * (1 - 0.1 - index))
 

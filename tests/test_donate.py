@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import io
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -272,8 +274,9 @@ USES: dict[str, Callable[[fa.TrainState, fa.Step], Any]] = {
     "flattening": lambda state, step: flatten(state),
     "torch's flattening": lambda state, step: torch_pytree.tree_flatten(state),
     "replace": lambda state, step: dataclasses.replace(state, window=None),
-    "a copy": lambda state, step: copy.deepcopy(state).params,
-    "repr": lambda state, step: repr(state),
+    "a copy": lambda state, step: copy.deepcopy(state),
+    "saving": lambda state, step: torch.save(state, io.BytesIO()),
+    "pickling": lambda state, step: pickle.dumps(state),
     "check_progress": lambda state, step: fa.check_progress(state),
 }
 

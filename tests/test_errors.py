@@ -175,6 +175,18 @@ for _function, (_call, _what, _other) in TAKES_TWO_TREES.items():
             f"{_what}: found shape (3, 2) at 'w', expected (2, 3) as in {_other} … Reshape it",
         )
 row(
+    "add: no ScaledGrads",
+    lambda i: fa.add(None, i.grads),
+    TypeError,
+    "add: grads: found dict, expected ScaledGrads … scale_backward",
+)
+row(
+    "add: another structure",
+    lambda i: fa.add(i.scaled, fa.ScaledGrads({"v": GRID}, 8.0)),
+    ValueError,
+    "grads: the tree does not have the structure of total … 'v'",
+)
+row(
     "accumulate: another dtype",
     lambda i: fa.accumulate(i.scaled, fa.ScaledGrads(with_w(GRID.double()), 8.0)),
     TypeError,
@@ -356,15 +368,15 @@ def in_inference_mode(inputs: Inputs) -> fa.ScaledBackward:
 
 row(
     "scale_backward: checkpointing under torch.func",
-    lambda i: fa.scale_backward(checkpointed, i.static, i.params),
+    lambda i: fa.scale_backward(checkpointed, i.static, i.params, backend="func"),
     RuntimeError,
-    "Activation checkpointing … do not work under torch.func … Use backend='autograd'",
+    "activation checkpointing … does not work under torch.func. Use backend='autograd'",
 )
 row(
     "scale_backward: a Function without setup_context under torch.func",
-    lambda i: fa.scale_backward(lambda p: cast(Any, Doubled.apply(p["w"].sum())), i.static, i.params),
+    lambda i: fa.scale_backward(lambda p: cast(Any, Doubled.apply(p["w"].sum())), i.static, i.params, backend="func"),
     RuntimeError,
-    "autograd.Functions without setup_context … do not work under torch.func … Use backend='autograd'",
+    "an autograd.Function without setup_context … does not work under torch.func. Use backend='autograd'",
 )
 row("scale_backward: inference mode", in_inference_mode, RuntimeError, "torch.inference_mode() … backend='func'")
 for _function, _call in {
@@ -783,7 +795,7 @@ row(
 )
 
 HYPERPARAMETERS: list[tuple[str, Any, list[Any], list[Any]]] = [
-    ("sgd", "momentum", [-0.1, 1.0, math.nan], [True, "0.9", None]),
+    ("sgd", "momentum", [-0.1, math.inf, math.nan], [True, "0.9", None]),
     ("sgd", "dampening", [-0.1, 1.1, math.nan], [True, "0", None]),
     ("sgd", "weight_decay", [-1e-4, math.inf, math.nan], [True, "0", None]),
     ("sgd", "nesterov", [True], ["no", None, 1]),
@@ -884,7 +896,7 @@ for _name, _call, _what in (
 for _name, _call, _what in (
     ("linear", lambda steps: fa.linear(0.0, 1.0, steps), "steps"),
     ("cosine", lambda steps: fa.cosine(1.0, steps), "steps"),
-    ("warmup_cosine", lambda steps: fa.warmup_cosine(1.0, steps, 2**32), "warmup_steps"),
+    ("warmup_cosine", lambda steps: fa.warmup_cosine(1.0, -1 if steps == 0 else steps, 2**32), "warmup_steps"),
     ("warmup_cosine", lambda steps: fa.warmup_cosine(1.0, 1, steps), "steps"),
     ("join", lambda steps: fa.join([fa.constant(0.1)] * 2, [steps]), "boundaries"),
 ):
@@ -901,9 +913,9 @@ for _name, _call, _what in (
         row(f"{_name}: {_what} {_value!r}", lambda i, c=_call, v=_value: c(v), _error, f"{_what}: found … expected")
 row(
     "warmup_cosine: no steps after the warm-up",
-    lambda i: fa.warmup_cosine(1.0, 3, 3),
+    lambda i: fa.warmup_cosine(1.0, 4, 3),
     ValueError,
-    "steps: found 3 … above warmup_steps=3",
+    "steps: found 3 … at least warmup_steps=4",
 )
 for _name, _schedules, _boundaries, _error, _message in (
     ("nothing", [], [], ValueError, "found 0 for 0 … one fewer than schedules"),

@@ -208,7 +208,7 @@ def test_only_float16_has_a_loss_scale_that_moves(example):
 
 
 def metrics(*, finite: bool, scale: float) -> fa.Metrics:
-    return fa.Metrics(*map(torch.tensor, (2.5, 0.75 if finite else math.inf, finite, scale, 1.0)))
+    return fa.Metrics(*map(torch.tensor, (2.5, 0.75 if finite else math.inf, finite, finite, scale, 1.0)))
 
 
 @pytest.mark.parametrize(

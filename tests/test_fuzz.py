@@ -135,7 +135,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "an object key": lambda: {object(): GRID},
     "leaves of all kinds": lambda: [GRID, None, 1, "x", [GRID]],
     "strings": lambda: ["w", "b"],
-    "Metrics": lambda: fa.Metrics(*[torch.tensor(1.0)] * 5),
+    "Metrics": lambda: fa.Metrics(*[torch.tensor(1.0)] * 6),
     "Window": lambda: fa.Window(fa.ScaledGrads(GRID, 1.0), torch.tensor(0.0), None),
     "a function that raises": lambda: failing,
     "a function of a bool": lambda: lambda *args, **kwargs: torch.tensor(True),
@@ -213,7 +213,7 @@ def test_odd_stacked_micro_batches_and_options_of_a_step(what):
 @pytest.mark.parametrize("what", ODD)
 def test_a_state_with_an_odd_field_works_or_is_refused(what):
     optimizer = fa.adam(0.1)
-    step = fa.make_step(lambda p, x, *buffers: torch.zeros(()), optimizer)
+    step = fa.make_step(lambda p, x, *buffers: fa.Loss(torch.zeros(()), weight=0), optimizer)
     for field in ("params", "opt_state", "scaler", "buffers"):
         state = fa.init_state({"w": torch.ones(2, 3), "b": [torch.ones(3)]}, optimizer, fa.DynamicScale(8.0))
         odd = dataclasses.replace(state, **{field: ODD[what]()})

@@ -101,7 +101,7 @@ def test_a_window_of_other_parameters_is_refused(params, error, donate):
 @pytest.mark.parametrize("what", ODD)
 def test_a_state_with_an_odd_field_works_or_is_refused(what, donate):
     optimizer = fa.adam(0.1)
-    step = fa.make_step(lambda p, x, *buffers: torch.zeros(()), optimizer, donate=donate)
+    step = fa.make_step(lambda p, x, *buffers: fa.Loss(torch.zeros(()), weight=0), optimizer, donate=donate)
     for field in ("params", "opt_state", "scaler", "buffers", "window"):
         for call in (lambda s: step(s, [0, 1]), lambda s: step.scan(s, torch.zeros(2)), step.update):
             state = fa.init_state({"w": torch.ones(2, 3), "b": [torch.ones(3)]}, optimizer, fa.DynamicScale(8.0))

@@ -803,7 +803,7 @@ def test_what_is_no_optimizer_is_refused(optimizer):
         (lambda: fa.adam(torch.ones(1)), ValueError, "lr"),
         (lambda: fa.adamw(-1.0), ValueError, "lr"),
         (lambda: fa.sgd(0.1, momentum=-0.1), ValueError, "momentum"),
-        (lambda: fa.sgd(0.1, momentum=1.0), ValueError, "momentum"),
+        (lambda: fa.sgd(0.1, momentum=math.inf), ValueError, "momentum"),
         (lambda: fa.sgd(0.1, momentum=math.nan), ValueError, "momentum"),
         (lambda: fa.sgd(0.1, momentum=cast(Any, "0.9")), TypeError, "momentum"),
         (lambda: fa.sgd(0.1, momentum=True), TypeError, "momentum"),

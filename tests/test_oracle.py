@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import functional_amp as fa
-from functional_amp.backward import Backend
+from functional_amp.stages.differentiate import Backend
 from tests.reference import loop
 
 BACKENDS: tuple[Backend, ...] = ("func", "autograd")

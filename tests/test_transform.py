@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functional_amp.transform import stage, transformed
+from functional_amp.mode import stage, transformed
 
 MODES = {"eager": lambda f: f, "compiled": lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)}
 

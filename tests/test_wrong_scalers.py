@@ -18,8 +18,8 @@ from torch.utils import _pytree as torch_pytree
 
 import functional_amp as fa
 import functional_amp.testing as kit
+from functional_amp.registry import with_fields
 from functional_amp.testing import references
-from functional_amp.tree import with_fields
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import functional_amp as fa
 import functional_amp.testing as kit
+from functional_amp.registry import with_fields
 from functional_amp.testing import mapped, references
-from functional_amp.tree import with_fields
 
 SHORT = settings(
     stateful_step_count=6, max_examples=30, phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False
@@ -59,7 +59,7 @@ def closed(state: Any, optimizer: Any, scaler: Any, grads: Any, finite: Tensor, 
         skipped=state.skipped + ~applied,
         skipped_in_a_row=torch.where(applied, 0, state.skipped_in_a_row + 1),
     )
-    return after, fa.Metrics(torch.zeros(()), fa.global_norm(grads), finite, state.scaler.scale, total.weight)
+    return after, fa.Metrics(torch.zeros(()), fa.global_norm(grads), finite, finite, state.scaler.scale, total.weight)
 
 
 def last_flag_only(loss_fn: Any, optimizer: Any) -> Any:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_non_negative, check_unit_interval
-from functional_amp.materialize import materialized
+from functional_amp.dtypes import counted, like, scalar_dtype
+from functional_amp.engine.operators import materialized
+from functional_amp.mode import sqrt
 from functional_amp.optim.base import Optimizer
 from functional_amp.optim.kernels import run_adam
-from functional_amp.optim.per_leaf import LeafRule, Move, per_leaf, zeros
+from functional_amp.optim.leafwise import LeafRule, LeafUpdate, leafwise, zeros
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
-from functional_amp.transform import transformed
-from functional_amp.tree import PyTree, like, scalar_dtype
+from functional_amp.tree import PyTree
 
 
 class AdamState(NamedTuple):
@@ -88,22 +89,20 @@ def _adam(
     check_learning_rate(lr)
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(f"betas: found {betas!r}, expected two numbers in [0, 1).")
-    beta1, beta2 = betas
-    check_unit_interval(beta1, "betas[0]")
-    check_unit_interval(beta2, "betas[1]")
+    beta1, beta2 = check_unit_interval(betas[0], "betas[0]"), check_unit_interval(betas[1], "betas[1]")
     eps = check_non_negative(eps, "eps")
     weight_decay = check_non_negative(weight_decay, "weight_decay")
 
     def rule(count: Tensor) -> LeafRule:
         # In double, as torch's Python floats are: 1 - 0.999**t in float32 keeps 10 of 24 bits at t = 1.
-        t = (count + 1).to(scalar_dtype(count.device))
+        t = counted(count).to(scalar_dtype(count.device))
         rate = learning_rate(lr, count)
         rate = like(rate, t).to(t.dtype) if isinstance(rate, Tensor) else rate
         step_size = materialized(rate / (1 - beta1**t))
         correction = materialized((1 - beta2**t).sqrt())
         decay = materialized(rate * weight_decay if decoupled else 0.0)
 
-        def leaf_rule(param: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> tuple[Move, tuple[Tensor, Tensor]]:
+        def leaf_rule(param: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> tuple[LeafUpdate, tuple[Tensor, Tensor]]:
             def scalar(value: float | Tensor) -> float | Tensor:
                 return like(value, param).to(param.real.dtype) if isinstance(value, Tensor) else value
 
@@ -113,10 +112,10 @@ def _adam(
                 grad, m, v = (torch.view_as_real(z.resolve_conj()) for z in (grad, m, v))
             m = torch.lerp(m, grad, 1 - beta1)
             v = torch.addcmul(v * beta2, grad, grad, value=1 - beta2)
-            direction = scalar(-step_size) * m / (_sqrt(v) / scalar(correction) + eps)
+            direction = scalar(-step_size) * m / (sqrt(v) / scalar(correction) + eps)
             if param.is_complex():
                 direction, m, v = torch.view_as_complex(direction), torch.view_as_complex(m), torch.view_as_complex(v)
-            return Move(scalar(decay), 1.0, direction), (m, v)
+            return LeafUpdate(scalar(decay), 1.0, direction), (m, v)
 
         return leaf_rule
 
@@ -132,12 +131,4 @@ def _adam(
         rate = kernel_rate(lr, count)
         run_adam(params, grads, m, v, count, rate, (beta1, beta2), weight_decay, eps, decoupled, divisor, skip)
 
-    return per_leaf(AdamState, [zeros, zeros], rule, kernel)
-
-
-def _sqrt(v: Tensor) -> Tensor:
-    """The square root, with a derivative of 0 instead of inf at 0 where an outer transform may ask for it."""
-    if not transformed():
-        return v.sqrt()
-    positive = v > 0
-    return torch.where(positive, torch.where(positive, v, 1).sqrt(), v)
+    return leafwise(AdamState, [zeros, zeros], rule, kernel)

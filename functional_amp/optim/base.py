@@ -1,4 +1,4 @@
-"""The shape of an optimizer, and what turns a rule for one leaf into one for a tree."""
+"""The shape of an optimizer."""
 
 from __future__ import annotations
 
@@ -6,33 +6,23 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor
 
-from functional_amp.inplace import into
-from functional_amp.materialize import materialized
-from functional_amp.transform import stage, transformed
-from functional_amp.tree import (
-    Flat,
-    PyTree,
-    check_leaf,
-    check_structure,
-    divided,
-    flatten,
-    flatten_tensors,
-    is_differentiable,
-    like,
-    map_tensors,
-    paths,
-    select,
-    widened,
-)
-
-_MANY_LEAVES = 24
+from functional_amp.dtypes import is_differentiable, widened
+from functional_amp.mode import stage
+from functional_amp.tree import Flat, PyTree, check_leaf, check_structure, flatten_tensors, paths
 
 Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+Transact: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
 
 
-class Optimizer(NamedTuple):
+class _Members(NamedTuple):
+    init: Callable[[PyTree], PyTree]
+    update: Update
+    step: Update | None = None
+    transact: Transact | None = None
+
+
+class Optimizer(_Members):
     """An optax-shaped optimizer: pure functions over pytrees.
 
     Attributes:
@@ -42,11 +32,30 @@ class Optimizer(NamedTuple):
             leaves the state of its parameter alone.
         step: `step(grads, opt_state, params) -> (params, opt_state)`, the same update with the
             parameters rounded once, where there is one. `maybe_step` prefers it.
+        transact: `transact(grads, opt_state, params, divisor, applied, storage) -> (params, opt_state)`,
+            the whole transaction in one pass over memory, where there is one: the same update with
+            `grads / divisor` (None for 1) where the 0-dim bool `applied` holds, and the bits that were
+            where it does not. What it makes lies where the storage says. `maybe_step` prefers it to all.
+
+    `optimizer._replace(update=f)` is an optimizer of `f` alone: what was made for the old update goes.
+
+    >>> import torch
+    >>> from functional_amp import sgd
+    >>> sign = sgd(0.1)._replace(update=lambda grads, state, params: (-0.1 * grads.sign(), state))
+    >>> sign.step is None and sign.transact is None
+    True
     """
 
-    init: Callable[[PyTree], PyTree]
-    update: Update
-    step: Update | None = None
+    __slots__ = ()
+
+    def _replace(self, /, **members: Any) -> Optimizer:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if "update" in members:
+            members = {"step": None, **members}
+        if "step" in members:
+            members = {"transact": None, **members}
+        return type(self)(**{**self._asdict(), **members})
+
+    __replace__ = _replace
 
 
 def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -57,7 +66,7 @@ def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) 
     Raises:
         TypeError: for anything else, with the remedy.
     """
-    init, update, step = _functions(optimizer)
+    init, update, step, _ = members(optimizer)
     if step is not None:
         return _pair(step(grads, opt_state, params), "step", "(params, opt_state)")
     if update is None and init is None and callable(optimizer):
@@ -68,60 +77,9 @@ def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) 
     return apply_updates(params, updates), opt_state
 
 
-def transact(
-    optimizer: Any,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    divisor: Tensor | None,
-    applied: Tensor,
-    *,
-    donate: bool,
-) -> tuple[PyTree, PyTree]:
-    """The parameters and the state after an update with `grads / divisor`, or as they were where not `applied`.
-
-    By the `fused` attribute of the optimizer's `step`, a function of these arguments, where there is
-    one: the same update in one pass. In a graph of few leaves plain operations are used, which move
-    fewer bytes; but each leaf takes the better part of a second to compile.
-
-    Args:
-        divisor: the units that the gradients carry; None for true units.
-        applied: 0-dim bool tensor.
-        donate: writes into the storage of `params` and `opt_state`; `grads` may be overwritten.
-    """
-    _, _, step = _functions(optimizer)
-    fused = getattr(step, "fused", None)
-    many = not torch.compiler.is_compiling() or len(flatten(params).leaves) > _MANY_LEAVES
-    if fused is not None and many and not transformed():
-        return fused(grads, opt_state, params, divisor, applied, donate)
-    matched(params, grads, "grads")
-    if transformed():
-        # Under an outer derivative the branch not taken must be finite as well: 0 * NaN is NaN.
-        divisor = None if divisor is None else torch.where(applied, divisor, 1)
-        grads = map_tensors(lambda g: torch.where(like(applied, g), g, 1) if is_differentiable(g) else g, grads)
-    else:
-        params = map_tensors(lambda p: p.detach() if p.requires_grad else p, params)
-    if divisor is not None:
-        divisor = materialized(divisor)
-        grads = map_tensors(lambda g: divided(g, divisor), grads)
-    applied = materialized(applied)
-    new_params, new_state = step_with(optimizer, grads, opt_state, params)
-    new_params = select(applied, new_params, params, "params")
-    new_state = select(applied, new_state, opt_state, "opt_state")
-    if donate and not transformed():
-        return into(params, new_params), into(opt_state, new_state)
-    return new_params, new_state
-
-
-def with_fused(step: Update, fused: Callable[..., tuple[PyTree, PyTree]]) -> Update:
-    """Attaches to a step what `transact` runs: who replaces the step of an optimizer replaces both."""
-    vars(step)["fused"] = fused
-    return step
-
-
 def init_with(optimizer: Any, params: PyTree) -> PyTree:
     """The first state, by the optimizer's `init`."""
-    init, _, _ = _functions(optimizer)
+    init = members(optimizer)[0]
     if init is None:
         _refuse(optimizer)
     return init(params)
@@ -129,22 +87,25 @@ def init_with(optimizer: Any, params: PyTree) -> PyTree:
 
 def check_optimizer(optimizer: Any) -> None:
     """Raises TypeError unless there is an update to call, by itself or with an `init`."""
-    _, update, step = _functions(optimizer)
+    _, update, step, _ = members(optimizer)
     if update is None and step is None and not callable(optimizer):
         _refuse(optimizer)
 
 
-def _functions(optimizer: Any) -> tuple[Any, Any, Any]:
-    """The init, update and step of an optimizer or a pair; None for each that there is not."""
+def members(optimizer: Any) -> tuple[Any, Any, Any, Any]:
+    """The init, update, step and transact of an optimizer or a pair; None for each that there is not."""
     if isinstance(optimizer, (type, torch.optim.Optimizer)):
         _refuse(optimizer)
+    if isinstance(optimizer, Optimizer):
+        return optimizer.init, optimizer.update, optimizer.step, optimizer.transact
     if isinstance(optimizer, tuple) and len(optimizer) == 2 and all(map(callable, optimizer)):
-        return *optimizer, None
+        return optimizer[0], optimizer[1], None, None
     init = getattr(optimizer, "init", None)
     # Others have an update or a step that is not meant: dicts, GradScaler, torch's schedulers.
     if not callable(init):
-        return None, None, None
-    return init, getattr(optimizer, "update", None), getattr(optimizer, "step", None)
+        return None, None, None, None
+    update, step, transact = (getattr(optimizer, name, None) for name in ("update", "step", "transact"))
+    return init, update, step, transact
 
 
 def _pair(returned: Any, function: str, expected: str) -> tuple[PyTree, PyTree]:

@@ -3,88 +3,69 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from functional_amp.inplace import owned, wrote
+from functional_amp.dtypes import divided
+from functional_amp.engine.storage import Storage, dense
 from functional_amp.optim.kernels import Kernel
-from functional_amp.tree import Flat, divided
+from functional_amp.tree import Flat, same_leaves
 
 _KERNEL_DTYPES = (torch.float32, torch.float64)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Plan(NamedTuple):
-    """What was found out about some trees, for as long as the parameters and the slots are the same tensors.
+    """Which leaves a kernel takes, and, where they stay the same from step to step, what it is given for them.
 
     Attributes:
-        specs: of the parameters, the gradients and the slots.
-        grads: the kind of each gradient; None for a missing one.
-        others: the parameters and the slots; where: their addresses, as `.data = ...` keeps the tensor.
-        groups: the places for the kernel; rest: the places for the rule.
-        plain: whether all tensors are as the kernel takes them.
+        groups: the places for the kernel, by device and dtype; rest: the places for the rule.
+        works: for each group, the lists of parameters and slots as the kernel takes them, where the plan
+            lasts and nothing has to be copied for it; else None.
+        columns: the leaves of the parameters and of the slots that a lasting plan was made for.
+        kinds: of the gradients; None for a missing one.
     """
 
-    specs: list[Any]
-    grads: list[Any]
-    others: list[Any]
-    where: list[int]
     groups: list[list[int]]
     rest: list[int]
-    plain: bool
-
-    @classmethod
-    def of(cls, flats: list[Flat], groups: list[list[int]], rest: list[int]) -> Plan:
-        taken = [flat.leaves[index] for group in groups for index in group for flat in flats]
-        dtypes = [flats[0].leaves[index].dtype for group in groups for index in group for _ in flats]
-        plain = not rest and all(
-            leaf.is_contiguous() and not leaf.is_neg() and leaf.dtype == dtype
-            for leaf, dtype in zip(taken, dtypes, strict=True)
-        )
-        others = _others(flats) if plain else []
-        specs, references = [flat.spec for flat in flats], [_reference(leaf) for leaf in others]
-        return cls(specs, _kinds(flats[1]), references, _where(others), groups, rest, plain)
+    works: Sequence[list[list[Tensor]] | None]
+    columns: list[list[Any]]
+    kinds: list[Any]
 
     def fits(self, flats: list[Flat]) -> bool:
-        others = _others(flats)
-        return (
-            self.plain
-            and len(others) == len(self.others)
-            and all([known() is leaf for known, leaf in zip(self.others, others, strict=True)])
-            and _where(others) == self.where
-            and self.specs == [flat.spec for flat in flats]
-            and _kinds(flats[1]) == self.grads
-        )
+        """Whether these are the trees that the plan was made for; their addresses are the lease's to look at."""
+        columns = [flats[0].leaves, *(flat.leaves for flat in flats[2:])]
+        same = len(columns) == len(self.columns) and all(map(same_leaves, self.columns, columns))
+        return same and kinds_of(flats[1]) == self.kinds
 
 
-def _others(flats: list[Flat]) -> list[Tensor | None]:
-    return [leaf for flat in (flats[0], *flats[2:]) for leaf in flat.leaves]
+def plan_of(flats: list[Flat], taken: list[int], kernel: Kernel | None, *, lasting: bool) -> Plan:
+    """The plan for the parameters, the gradients and the slots; `taken` are the places that have a gradient."""
+    groups, rest = _grouped(flats, taken) if kernel else ([], taken)
+    if not lasting:
+        return Plan(groups, rest, [None] * len(groups), [], [])
+    columns = [list(flats[0].leaves), *(list(flat.leaves) for flat in flats[2:])]
+    works: list[Any] = []
+    for indices in groups:
+        lists = [[column[index] for index in indices] for column in columns]
+        dtype = lists[0][0].dtype
+        plain = all([x.is_contiguous() and not x.is_neg() and x.dtype == dtype for leaves in lists for x in leaves])
+        works.append(lists if plain else None)
+    return Plan(groups, rest, works, columns, kinds_of(flats[1]))
 
 
-def _where(leaves: list[Tensor | None]) -> list[int]:
-    return [0 if leaf is None else leaf.data_ptr() if leaf.is_contiguous() else -1 for leaf in leaves]
-
-
-def _kinds(grads: Flat) -> list[Any]:
+def kinds_of(grads: Flat) -> list[Any]:
+    """What a kernel has to know of each gradient beside its numbers."""
     return [
-        None
-        if g is None
-        else (type(g), g.shape, g.stride(), g.dtype, g.device, g.is_neg())
-        if isinstance(g, Tensor)
-        else g
+        (type(g), g.dtype, g.is_contiguous(), g.is_neg(), g.shape, g.device) if isinstance(g, Tensor) else None
         for g in grads.leaves
     ]
 
 
-def _reference(leaf: Tensor | None) -> Callable[[], Tensor | None]:
-    return weakref.ref(leaf) if leaf is not None else type(None)
-
-
-def grouped(flats: list[Flat], taken: list[int]) -> tuple[list[list[int]], list[int]]:
+def _grouped(flats: list[Flat], taken: list[int]) -> tuple[list[list[int]], list[int]]:
     """The places that torch's fused kernels take, by device and dtype, and the others."""
     groups: dict[Any, list[int]] = {}
     rest = []
@@ -106,51 +87,32 @@ def run_group(
     kernel: Kernel,
     flats: list[Flat],
     indices: list[int],
-    plain: bool,
+    works: list[list[Tensor]] | None,
     count: Tensor,
     divisor: Tensor | None,
     applied: Tensor,
-    donate: bool,
+    storage: Storage,
 ) -> None:
     """Runs a kernel on some leaves of the parameters and the slots, and puts the new ones in their places."""
-    olds = [[flat.leaves[index] for index in indices] for flat in (flats[0], *flats[2:])]
+    columns = [flats[0].leaves, *(flat.leaves for flat in flats[2:])]
+    olds = works or [[column[index] for index in indices] for column in columns]
     grads = [flats[1].leaves[index] for index in indices]
     device, dtype = olds[0][0].device, olds[0][0].dtype
     scale = None if divisor is None else divisor.to(device)
     # The kernel takes a float32 scale, and a scaled float64 gradient need not be a float32.
     if scale is not None and (dtype == torch.float64 or any([grad.dtype == torch.float64 for grad in grads])):
         grads, scale = [divided(grad, scale) for grad in grads], None
-    if not plain:
-        grads = [_dense(grad if grad.dtype == dtype else grad.to(dtype)) for grad in grads]
-    if scale is not None:
-        # The kernel writes to the gradients too, and those may be someone else's.
-        scale = scale.to(torch.float32)
-        grads = [grad if donate and (torch.compiler.is_compiling() or owned(grad)) else grad.clone() for grad in grads]
-    if donate:
-        works = olds if plain else [[_dense(leaf) for leaf in leaves] for leaves in olds]
+    grads = [dense(grad if grad.dtype == dtype else grad.to(dtype)) for grad in grads]
+    if scale is not None:  # the kernel writes to the gradients too, and those may be someone else's
+        scale, grads = scale.to(torch.float32), storage.scratch(grads)
+    if works is None:
+        new = [storage.working(leaves) for leaves in olds]
     else:
-        works = [[leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves] for leaves in olds]
-    about_to_write(*works)
-    kernel(works[0], grads, works[1:], count.to(device), scale, (~applied).to(device, torch.float32))
-    if works is olds:
+        new = works
+        storage.writing_to(itertools.chain(*works))
+    kernel(new[0], grads, new[1:], count.to(device), scale, (~applied).to(device, torch.float32))
+    if works is not None:
         return
-    for flat, leaves, news in zip((flats[0], *flats[2:]), olds, works, strict=True):
-        for index, old, new in zip(indices, leaves, news, strict=True):
-            if donate:
-                if new is not old:
-                    old.copy_(new)
-            else:  # strides must not change from step to step either
-                flat.leaves[index] = new if new.stride() == old.stride() else torch.empty_like(old).copy_(new)
-
-
-def _dense(leaf: Tensor) -> Tensor:
-    """As the kernels take it: contiguous, and not negated lazily."""
-    leaf = leaf if leaf.is_contiguous() else leaf.contiguous()
-    return leaf if torch.compiler.is_compiling() else leaf.resolve_neg()
-
-
-def about_to_write(*leaves: list[Tensor]) -> None:
-    """To be called before a write into lists of leaves; in a graph the compiler keeps the books."""
-    if not torch.compiler.is_compiling():
-        wrote()
-        torch.autograd.graph.increment_version(itertools.chain(*leaves))  # the kernels themselves do not
+    for column, leaves, news in zip(columns, olds, new, strict=True):
+        for index, old, work in zip(indices, leaves, news, strict=True):
+            column[index] = storage.settled(old, work)

@@ -1,4 +1,4 @@
-"""torch's fused kernels for lists of leaves in place, and as operators that a compiled graph can hold."""
+"""torch's fused kernels for lists of leaves in place, and the same as operators in a graph."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from functional_amp.dtypes import counted, scalar_dtype
+from functional_amp.engine.operators import before_writing, implement
+from functional_amp.mode import in_graph
+from functional_amp.torch_private import fused_adam, fused_sgd
 
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None, Tensor], None]
 """`kernel(params, grads, slots, count, divisor, skip)`, in place; `skip` is 1.0 or 0.0."""
@@ -26,11 +31,11 @@ def run_sgd(
     skip: Tensor,
 ) -> None:
     """SGD without dampening: momentum * 0 + gradient is the first buffer."""
-    if torch.compiler.is_compiling():
-        lr = _tensor(lr, skip)
+    if in_graph():
+        lr = _as_operand(lr, skip)
         torch.ops.functional_amp.sgd_(params, grads, buffers, lr, momentum, weight_decay, nesterov, divisor, skip)
         return
-    torch._fused_sgd_(
+    fused_sgd(
         params,
         grads,
         buffers,
@@ -61,20 +66,20 @@ def run_adam(
     skip: Tensor,
 ) -> None:
     """Adam and AdamW; `count` is the number of updates before this one."""
-    if torch.compiler.is_compiling():
-        lr, slots = _tensor(lr, skip), (exp_avgs, exp_avg_sqs)
+    if in_graph():
+        lr, slots = _as_operand(lr, skip), (exp_avgs, exp_avg_sqs)
         torch.ops.functional_amp.adam_(
             params, grads, *slots, count, lr, *betas, weight_decay, eps, decoupled, divisor, skip
         )
         return
-    fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    fused(
+    fused_adam(
         params,
         grads,
         exp_avgs,
         exp_avg_sqs,
         [],
-        [(count + 1).float()] * len(params),
+        [counted(count).float()] * len(params),
+        decoupled=decoupled,
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
@@ -87,13 +92,18 @@ def run_adam(
     )
 
 
-def _tensor(lr: float | Tensor, like: Tensor) -> Tensor:
-    # A CPU kernel asks for the number; the others read a float32 at the address.
-    dtype = torch.float64 if like.is_cpu else torch.float32
-    return lr.to(dtype) if isinstance(lr, Tensor) else torch.full((), lr, dtype=dtype, device=like.device)
+def _as_operand(lr: float | Tensor, skip: Tensor) -> Tensor:
+    # A CPU kernel asks for the number, in double; the others read a float32 at the address.
+    dtype = scalar_dtype(skip.device) if skip.is_cpu else torch.float32
+    return lr.to(dtype) if isinstance(lr, Tensor) else torch.full((), lr, dtype=dtype, device=skip.device)
 
 
-def _adam(
+def _sgd_operator(*args: Any) -> None:
+    _note()
+    run_sgd(*args)
+
+
+def _adam_operator(
     params: Tensors,
     grads: Tensors,
     exp_avgs: Tensors,
@@ -104,19 +114,14 @@ def _adam(
     beta2: float,
     *rest: Any,
 ) -> None:
+    _note()
     run_adam(params, grads, exp_avgs, exp_avg_sqs, count, lr, (beta1, beta2), *rest)
 
 
-_LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")
-_LIBRARY.define(
-    "sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] buffers, Tensor lr, float momentum, "
-    "float weight_decay, bool nesterov, Tensor? divisor, Tensor skip) -> ()"
-)
-_LIBRARY.define(
-    "adam_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor count, "
-    "Tensor lr, float beta1, float beta2, float weight_decay, float eps, bool decoupled, Tensor? divisor, "
-    "Tensor skip) -> ()"
-)
-for _name, _kernel in (("sgd_", run_sgd), ("adam_", _adam)):
-    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, lambda *args: None, "Meta")
+def _note() -> None:
+    for note in before_writing:
+        note()
+
+
+implement("sgd_", _sgd_operator, "CompositeExplicitAutograd", lambda *args: None)
+implement("adam_", _adam_operator, "CompositeExplicitAutograd", lambda *args: None)

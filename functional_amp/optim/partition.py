@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from functional_amp.optim.base import Optimizer, matched, step_with, transact, with_fused
-from functional_amp.optim.per_leaf import nothing
-from functional_amp.transform import stage
-from functional_amp.tree import PyTree, flatten, merge, paths
+from functional_amp.mode import stage
+from functional_amp.optim.base import Optimizer, matched, step_with
+from functional_amp.optim.leafwise import nones
+from functional_amp.optim.transaction import transact as transaction
+from functional_amp.selection import merge
+from functional_amp.tree import PyTree, flatten, paths, same_leaves
+
+Given: TypeAlias = tuple[PyTree, Any, PyTree]
+Run: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
 
 
 def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, Tensor], str]) -> Optimizer:
@@ -27,7 +32,7 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
         tree of its leaves with None elsewhere.
 
     Raises:
-        TypeError: if `optimizers` is no mapping to optimizers, or `label` no function.
+        TypeError: if `optimizers` is not a mapping to optimizers, or `label` not a function.
         ValueError: for a label without an optimizer; the path is named.
 
     >>> import torch
@@ -67,68 +72,66 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
                 )
         return found
 
-    def part(tree: PyTree, names: list[str | None], wanted: str) -> PyTree:
-        flat = flatten(tree)
-        return flat.unflatten([leaf if name == wanted else None for leaf, name in zip(flat.leaves, names, strict=True)])
+    def init(params: PyTree) -> dict[str, Any]:
+        names = labels(params)
+        return {
+            name: None if optimizer is None else optimizer.init(_part(params, names, name))
+            for name, optimizer in optimizers.items()
+        }
 
-    def check_state(opt_state: Any) -> None:
+    def swept(
+        run: Run, frozen: Callable[[PyTree], PyTree], names: list[str | None], given: Given
+    ) -> tuple[PyTree, dict[str, Any]]:
+        """The one sweep: `run` for each optimizer on the leaves of its label, `frozen` on those of none."""
+        grads, opt_state, params = given
+        results, states = [], dict(opt_state)
+        for name, optimizer in optimizers.items():
+            mine = _part(params, names, name)
+            if optimizer is None:
+                results.append(frozen(mine))
+            else:
+                result, states[name] = run(optimizer, _part(grads, names, name), opt_state[name], mine)
+                results.append(result)
+        return merge(*results) if results else frozen(params), states
+
+    def checked(grads: PyTree, opt_state: Any, params: PyTree) -> Given:
+        matched(params, grads, "grads")
         if not isinstance(opt_state, Mapping) or set(opt_state) != set(optimizers):
             found = list(opt_state) if isinstance(opt_state, Mapping) else type(opt_state).__name__
             raise ValueError(
                 f"opt_state: found {found}, expected a dict with the labels {list(optimizers)}. "
                 "Take it from the init of this optimizer, or from its last update."
             )
-
-    def init(params: PyTree) -> dict[str, Any]:
-        names = labels(params)
-        return {
-            name: None if optimizer is None else optimizer.init(part(params, names, name))
-            for name, optimizer in optimizers.items()
-        }
+        return grads, opt_state, params
 
     @stage
     def update(grads: PyTree, opt_state: dict[str, Any], params: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        matched(params, grads, "grads")
-        check_state(opt_state)
-        names = labels(params)
-        updates, states = [nothing(params)], {}
-        for name, optimizer in optimizers.items():
-            states[name] = opt_state[name]
-            if optimizer is not None:
-                mine = part(params, names, name)
-                moved, states[name] = optimizer.update(part(grads, names, name), opt_state[name], mine)
-                updates.append(moved)
-        return merge(*updates), states
+        given = checked(grads, opt_state, params)
+        return swept(lambda optimizer, *mine: optimizer.update(*mine), nones, labels(params), given)
 
     @stage
     def step(grads: PyTree, opt_state: dict[str, Any], params: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        matched(params, grads, "grads")
-        check_state(opt_state)
-        names = labels(params)
-        stepped, states = [], {}
-        for name, optimizer in optimizers.items():
-            mine = part(params, names, name)
-            if optimizer is None:
-                states[name] = opt_state[name]
-            else:
-                mine, states[name] = step_with(optimizer, part(grads, names, name), opt_state[name], mine)
-            stepped.append(mine)
-        return merge(*stepped), states
+        given = checked(grads, opt_state, params)
+        return swept(step_with, lambda mine: mine, labels(params), given)
 
     @stage
-    def fused(
-        grads: PyTree, opt_state: dict[str, Any], params: PyTree, divisor: Tensor | None, applied: Tensor, donate: bool
+    def transact(
+        grads: PyTree, opt_state: dict[str, Any], params: PyTree, divisor: Tensor | None, applied: Tensor, storage: Any
     ) -> tuple[PyTree, dict[str, Any]]:
-        matched(params, grads, "grads")
-        check_state(opt_state)
-        names = labels(params)
-        stepped, states = [], {}
-        for name, optimizer in optimizers.items():
-            mine, states[name] = part(params, names, name), opt_state[name]
-            if optimizer is not None:
-                given = part(grads, names, name), opt_state[name], mine
-                mine, states[name] = transact(optimizer, *given, divisor, applied, donate=donate)
-            stepped.append(mine)
-        return merge(*stepped), states
+        def run(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+            return transaction(optimizer, grads, opt_state, params, divisor, applied, storage)
 
-    return Optimizer(init, update, with_fused(step, fused))
+        given = checked(grads, opt_state, params)
+        leaves = flatten(params).leaves
+        known = storage.recall(
+            transact, leaves, lambda lasting: (leaves, labels(params)), lambda known: same_leaves(known[0], leaves)
+        )
+        return swept(run, lambda mine: mine, known[1], given)
+
+    return Optimizer(init, update, step, transact)
+
+
+def _part(tree: PyTree, names: list[str | None], wanted: str) -> PyTree:
+    """The leaves of one label, with None at the others."""
+    flat = flatten(tree)
+    return flat.unflatten([leaf if name == wanted else None for leaf, name in zip(flat.leaves, names, strict=True)])

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from functional_amp.checks import check_finite_number, check_number
+from functional_amp.checks import check_finite_number, check_number, is_number
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 """`schedule(count)`: from a 0-dim int32 tensor, the applied updates so far, to a 0-dim float32 one."""
@@ -107,15 +107,24 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) -> Schedule:
     """Linear warm-up from 0 to `peak`, then a cosine to `end` at `steps` applied updates.
 
+    With no warm-up steps the cosine alone; with `warmup_steps=steps` the warm-up, and `peak` from there on.
+
     >>> import torch
     >>> warmup_cosine(1.0, 10, 100)(torch.tensor(10))
     tensor(1.)
+    >>> warmup_cosine(1.0, 0, 100)(torch.tensor(0))
+    tensor(1.)
     """
     peak, end = check_finite_number(peak, "peak"), check_finite_number(end, "end")
-    _check_steps(warmup_steps, "warmup_steps")
+    if check_number(warmup_steps, "warmup_steps", "an int", integer=True) != 0:
+        _check_steps(warmup_steps, "warmup_steps")
     _check_steps(steps)
-    if steps <= warmup_steps:
-        raise ValueError(f"steps: found {steps!r}, expected an int above warmup_steps={warmup_steps}.")
+    if steps < warmup_steps:
+        raise ValueError(f"steps: found {steps!r}, expected an int of at least warmup_steps={warmup_steps}.")
+    if warmup_steps == 0:
+        return cosine(peak, steps, end)
+    if warmup_steps == steps:
+        return linear(0.0, peak, warmup_steps)
     return join([linear(0.0, peak, warmup_steps), cosine(peak, steps - warmup_steps, end)], [warmup_steps])
 
 
@@ -124,13 +133,12 @@ def check_learning_rate(lr: LearningRate) -> None:
     if isinstance(lr, Tensor):
         _check_rate(lr, "found")
     elif not callable(lr):
-        if isinstance(lr, bool) or not isinstance(lr, (int, float)):
+        if not is_number(lr):
             raise TypeError(
                 f"lr: found {type(lr).__name__}, expected a number, a 0-dim tensor or a function of the number of "
                 "applied updates. A scheduler of torch.optim is none: use linear, cosine or warmup_cosine."
             )
-        check_finite_number(lr, "lr")
-        if lr < 0:
+        if check_finite_number(lr, "lr") < 0:
             raise ValueError(f"lr: found {lr!r}, expected a number >= 0.")
 
 

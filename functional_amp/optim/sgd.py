@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_amp.checks import check_non_negative, check_unit_interval
-from functional_amp.materialize import materialized
+from functional_amp.checks import check_bool, check_non_negative, check_unit_interval
+from functional_amp.dtypes import like
+from functional_amp.engine.operators import materialized
 from functional_amp.optim.base import Optimizer
 from functional_amp.optim.kernels import run_sgd
-from functional_amp.optim.per_leaf import LeafRule, Move, per_leaf, zeros
+from functional_amp.optim.leafwise import LeafRule, LeafUpdate, leafwise, zeros
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
-from functional_amp.tree import PyTree, like
+from functional_amp.tree import PyTree
 
 
 class SGDState(NamedTuple):
@@ -38,7 +39,7 @@ def sgd(
 
     Args:
         lr: a number, a 0-dim tensor, or a function of the number of applied updates.
-        momentum: in [0, 1).
+        momentum: >= 0; from 1 on the buffer grows without end, as in torch.
         dampening: in [0, 1].
         weight_decay: L2 penalty, >= 0.
         nesterov: looks ahead; needs momentum and no dampening.
@@ -57,18 +58,19 @@ def sgd(
     tensor([0.9000])
     """
     check_learning_rate(lr)
-    check_unit_interval(momentum, "momentum")
-    check_unit_interval(dampening, "dampening", closed=True)
+    momentum = check_non_negative(momentum, "momentum")
+    dampening = check_unit_interval(dampening, "dampening", closed=True)
     weight_decay = check_non_negative(weight_decay, "weight_decay")
-    if not isinstance(nesterov, bool):
-        raise TypeError(f"nesterov: found {type(nesterov).__name__} {nesterov!r}, expected True or False.")
+    check_bool(nesterov, "nesterov")
     if nesterov and (momentum == 0 or dampening != 0):
         raise ValueError("nesterov: found True, expected momentum above 0 and dampening 0 with it.")
 
     def rule(count: Tensor) -> LeafRule:
         rate = materialized(learning_rate(lr, count))
 
-        def leaf_rule(param: Tensor, grad: Tensor, buffer: Tensor | None = None) -> tuple[Move, tuple[Tensor, ...]]:
+        def leaf_rule(
+            param: Tensor, grad: Tensor, buffer: Tensor | None = None
+        ) -> tuple[LeafUpdate, tuple[Tensor, ...]]:
             if weight_decay:
                 grad = torch.add(grad, param, alpha=weight_decay)
             if buffer is not None:
@@ -77,7 +79,7 @@ def sgd(
                 buffer = torch.where(like(count, grad) == 0, grad, decayed) if dampening else decayed
                 grad = torch.add(grad, buffer, alpha=momentum) if nesterov else buffer
             alpha = -like(rate, param).to(param.real.dtype) if isinstance(rate, Tensor) else -rate
-            return Move(0.0, alpha, grad), () if buffer is None else (buffer,)
+            return LeafUpdate(0.0, alpha, grad), () if buffer is None else (buffer,)
 
         return leaf_rule
 
@@ -93,4 +95,4 @@ def sgd(
         run_sgd(params, grads, buffers, kernel_rate(lr, count), momentum, weight_decay, nesterov, divisor, skip)
 
     # With dampening the first step is another one, and which it is nobody may ask on the host.
-    return per_leaf(SGDState, [zeros] if momentum else [], rule, None if dampening else kernel)
+    return leafwise(SGDState, [zeros] if momentum else [], rule, None if dampening else kernel)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.backward import Loss, as_loss, check_loss_fn
 from functional_amp.checks import check_number
-from functional_amp.tree import flatten, is_differentiable, paths, with_fields
+from functional_amp.dtypes import is_differentiable
+from functional_amp.registry import with_fields
+from functional_amp.tree import flatten, paths
+from functional_amp.values.grads import Loss, as_loss, check_loss_fn
 
 
 class Faulty:

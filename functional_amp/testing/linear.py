@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from functional_amp import Loss
+from functional_amp.dtypes import accumulation_dtype, is_differentiable
 from functional_amp.testing.compare import leaves_of, mapped
-from functional_amp.tree import accumulation_dtype, is_differentiable
 
 
 def linear_loss(params: Any, batch: dict[str, Any]) -> Loss:

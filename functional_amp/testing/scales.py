@@ -7,8 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from functional_amp.scaler import FLOAT32_TINY, DynamicScale, NoScale, StaticScale
+from functional_amp.dtypes import FLOAT32_TINY
 from functional_amp.testing.tensors import float32s
+from functional_amp.values.scaler import DynamicScale, NoScale, StaticScale
 
 
 def growth_factors(exact: bool = True) -> st.SearchStrategy[float]:

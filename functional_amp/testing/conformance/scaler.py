@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
-from functional_amp.scaler import FLOAT32_MAX, update_scale
+from functional_amp.dtypes import FLOAT32_MAX
+from functional_amp.registry import with_fields
 from functional_amp.testing.compare import assert_alike, assert_same_bits, leaves_of
 from functional_amp.testing.conformance.laws import assert_pure, check, compiled_once, in_fake_mode
-from functional_amp.tree import with_fields
+from functional_amp.values.scaler import update_scale
 
 PATTERN = [flag == "1" for flag in "1101110010111110"]
 """Whether each window is finite."""

@@ -8,25 +8,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from functional_amp.optim.base import Optimizer, fitted, matched, with_fused
-from functional_amp.optim.fused import Plan, about_to_write, grouped, run_group
+from functional_amp.dtypes import accumulation_dtype, counted, divided, is_differentiable, like, widened
+from functional_amp.engine.storage import Storage
+from functional_amp.mode import stage
+from functional_amp.optim.base import Optimizer, fitted, matched
+from functional_amp.optim.fused import Plan, plan_of, run_group
 from functional_amp.optim.kernels import Kernel
-from functional_amp.transform import stage
-from functional_amp.tree import (
-    Flat,
-    PyTree,
-    accumulation_dtype,
-    divided,
-    flatten,
-    flatten_tensors,
-    is_differentiable,
-    like,
-    paths,
-    widened,
-)
+from functional_amp.tree import Flat, PyTree, flatten, flatten_tensors, paths
 
 
-class Move(NamedTuple):
+class LeafUpdate(NamedTuple):
     """What an update does to a leaf: `p * (1 - decay) + alpha * direction`."""
 
     decay: float | Tensor
@@ -34,8 +25,10 @@ class Move(NamedTuple):
     direction: Tensor
 
 
-LeafRule: TypeAlias = Callable[..., tuple[Move, tuple[Tensor | None, ...]]]
+LeafRule: TypeAlias = Callable[..., tuple[LeafUpdate, tuple[Tensor | None, ...]]]
 RuleAt: TypeAlias = Callable[[Tensor], LeafRule]
+Finish: TypeAlias = Callable[[Tensor, Tensor, LeafUpdate], Tensor]
+"""From the leaf, the leaf widened, and its update: what stands at its place in the result."""
 
 
 def zeros(params: PyTree) -> PyTree:
@@ -57,13 +50,13 @@ def zero_count(params: PyTree) -> Tensor:
     return torch.zeros((), dtype=torch.int32, device=None if leaf is None else leaf.device)
 
 
-def nothing(params: PyTree) -> PyTree:
+def nones(params: PyTree) -> PyTree:
     """A tree of None: the state that a leaf does not need."""
     flat = flatten_tensors(params, "params")
     return flat.unflatten([None] * len(flat.leaves))
 
 
-def per_leaf(
+def leafwise(
     state_type: type[Any], slots: Sequence[Callable[[PyTree], PyTree]], rule: RuleAt, kernel: Kernel | None = None
 ) -> Optimizer:
     """An optimizer that treats each leaf by itself.
@@ -71,7 +64,7 @@ def per_leaf(
     Args:
         state_type: a NamedTuple of the count of applied updates and one tree a slot.
         slots: what each of these trees is at first, from the parameters (`zeros`).
-        rule: `rule(count)` gives `leaf_rule(param, grad, *slots) -> (move, slots)`.
+        rule: `rule(count)` gives `leaf_rule(param, grad, *slots) -> (update, slots)`.
         kernel: the same rule for lists of leaves in place, up to the last bit or two.
     """
 
@@ -89,71 +82,57 @@ def per_leaf(
     def init(params: PyTree) -> Any:
         return state_type(zero_count(params), *(slot(params) for slot in slots))
 
-    def columns(grads: PyTree, opt_state: Any, params: PyTree) -> _Columns:
-        return _columns(grads, params, opt_state, len(slots))
+    def swept(grads: PyTree, opt_state: Any, params: PyTree, finish: Finish, *, keep: bool) -> tuple[PyTree, Any]:
+        """The one sweep: the rule at each leaf that has a gradient; the others stay (`keep`) or become None."""
+        count = count_of(opt_state)
+        leaf_rule = rule(count)
+        flats, taken = _columns(grads, params, opt_state, len(slots))
+        results: list[Tensor | None] = list(flats[0].leaves) if keep else [None] * len(flats[0].leaves)
+        for index in taken:
+            results[index], values = _ruled(leaf_rule, flats, index, finish)
+            _put(flats, index, values)
+        new_slots = (flat.unflatten(flat.leaves) for flat in flats[2:])
+        return flats[0].unflatten(results), state_type(counted(count), *new_slots)
 
     @stage
     def update(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, Any]:
-        count = count_of(opt_state)
-        leaf_rule = rule(count)
-        flats, taken = columns(grads, opt_state, params)
-        updates: list[Tensor | None] = [None] * len(flats[0].leaves)
-        for index in taken:
-            param, move, values = _ruled(leaf_rule, flats, index)
-            updates[index] = _update(param, move)
-            _put(flats, index, values)
-        return flats[0].unflatten(updates), state_type(count + 1, *(f.unflatten(f.leaves) for f in flats[2:]))
+        return swept(grads, opt_state, params, _difference, keep=False)
 
     @stage
     def step(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, Any]:
-        count = count_of(opt_state)
-        leaf_rule = rule(count)
-        flats, taken = columns(grads, opt_state, params)
-        for index in taken:
-            param, move, values = _ruled(leaf_rule, flats, index)
-            flats[0].leaves[index] = _moved(param, move).to(flats[0].leaves[index].dtype)
-            _put(flats, index, values)
-        new_params, _, *new_slots = (flat.unflatten(flat.leaves) for flat in flats)
-        return new_params, state_type(count + 1, *new_slots)
+        return swept(grads, opt_state, params, _moved, keep=True)
 
-    plans: list[Plan] = []  # the last one: a donated state comes back with the same tensors
-
-    def fused(
-        grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, donate: bool
+    @stage
+    def transact(
+        grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, storage: Storage
     ) -> tuple[PyTree, Any]:
         count = count_of(opt_state)
-        if torch.compiler.is_compiling():
-            flats, taken = columns(grads, opt_state, params)
-            (groups, rest), plain = grouped(flats, taken) if kernel else ([], taken), False
-        else:
-            flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
-            plan = plans[0] if plans else None  # read once: another thread may put its own there
-            if plan is None or not plan.fits(flats):
-                flats, taken = columns(grads, opt_state, params)
-                plan = Plan.of(flats, *(grouped(flats, taken) if kernel else ([], taken)))
-                plans[:] = [plan]
-            groups, rest, plain = plan.groups, plan.rest, plan.plain
-        leaf_rule = rule(count) if rest else None
-        for index in rest:
+        flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
+
+        def make(lasting: bool) -> Plan:
+            checked, taken = _columns(grads, params, opt_state, len(slots))
+            return plan_of(checked, taken, kernel, lasting=lasting)
+
+        plan = storage.recall(transact, flats[0].leaves, make, lambda plan: plan.fits(flats))
+        leaf_rule = rule(count) if plan.rest else None
+        for index in plan.rest:
             assert leaf_rule is not None
             olds = [flats[0].leaves[index], *(slot.leaves[index] for slot in flats[2:])]
             if divisor is not None:
                 flats[1].leaves[index] = divided(flats[1].leaves[index], divisor)
-            param, move, values = _ruled(leaf_rule, flats, index)
-            news = [_moved(param, move).to(olds[0].dtype), *values]
+            result, values = _ruled(leaf_rule, flats, index, _moved)
+            news: list[Any] = [result, *values]
             news = [torch.where(like(applied, old), new, old) for new, old in zip(news, olds, strict=True)]
-            if donate:
-                about_to_write()
-                news = [old.copy_(new) for new, old in zip(news, olds, strict=True)]
+            news = storage.put(olds, news)
             flats[0].leaves[index] = news[0]
             _put(flats, index, news[1:])
-        for indices in groups:
+        for indices, works in zip(plan.groups, plan.works, strict=True):
             assert kernel is not None
-            run_group(kernel, flats, indices, plain, count, divisor, applied, donate)
+            run_group(kernel, flats, indices, works, count, divisor, applied, storage)
         new_params, _, *new_slots = (flat.unflatten(flat.leaves) for flat in flats)
-        return new_params, state_type(count + applied, *new_slots)
+        return new_params, state_type(counted(count, applied), *new_slots)
 
-    return Optimizer(init, update, with_fused(step, fused))
+    return Optimizer(init, update, step, transact)
 
 
 class _Columns(NamedTuple):
@@ -189,12 +168,15 @@ def _columns(grads: PyTree, params: PyTree, opt_state: Any, n_slots: int) -> _Co
     return _Columns([flat, grad_flat, *slot_flats], taken)
 
 
-def _ruled(leaf_rule: LeafRule, flats: list[Flat], index: int) -> tuple[Tensor, Move, Sequence[Tensor | None]]:
-    """The widened parameter, what the rule does to it, and its new slots."""
-    param = widened(flats[0].leaves[index])
+def _ruled(
+    leaf_rule: LeafRule, flats: list[Flat], index: int, finish: Finish
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """What `finish` makes of a parameter and its update, and the new slots."""
+    leaf = flats[0].leaves[index]
+    param = widened(leaf)
     slots = [slot.leaves[index] for slot in flats[2:]]
-    move, values = leaf_rule(param, flats[1].leaves[index].to(param.dtype), *slots)
-    return param, move, values
+    update, values = leaf_rule(param, flats[1].leaves[index].to(param.dtype), *slots)
+    return finish(leaf, param, update), values
 
 
 def _put(flats: list[Flat], index: int, values: Sequence[Tensor | None]) -> None:
@@ -202,14 +184,17 @@ def _put(flats: list[Flat], index: int, values: Sequence[Tensor | None]) -> None
         slot.leaves[index] = value
 
 
-def _moved(param: Tensor, move: Move) -> Tensor:
-    if isinstance(move.decay, Tensor) or move.decay != 0:
-        param = param * (1 - move.decay)
-    if isinstance(move.alpha, Tensor):
-        return param + move.alpha * move.direction
-    return torch.add(param, move.direction, alpha=move.alpha)
+def _moved(leaf: Tensor, param: Tensor, update: LeafUpdate) -> Tensor:
+    """The new parameter, rounded once."""
+    if isinstance(update.decay, Tensor) or update.decay != 0:
+        param = param * (1 - update.decay)
+    if isinstance(update.alpha, Tensor):
+        return (param + update.alpha * update.direction).to(leaf.dtype)
+    return torch.add(param, update.direction, alpha=update.alpha).to(leaf.dtype)
 
 
-def _update(param: Tensor, move: Move) -> Tensor:
-    update = move.alpha * move.direction
-    return update - move.decay * param if isinstance(move.decay, Tensor) or move.decay != 0 else update
+def _difference(leaf: Tensor, param: Tensor, update: LeafUpdate) -> Tensor:
+    """What is to be added to the parameter."""
+    step = update.alpha * update.direction
+    decays = isinstance(update.decay, Tensor) or update.decay != 0
+    return step - update.decay * param if decays else step

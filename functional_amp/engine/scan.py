@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from functional_amp.state import TrainState
-from functional_amp.tree import Flat, PyTree, flatten, map_tensors, paths, with_fields
+from functional_amp.mode import in_graph
+from functional_amp.registry import with_fields
+from functional_amp.torch_private import scan
+from functional_amp.tree import Flat, PyTree, flatten, map_tensors, paths
+from functional_amp.values.state import TrainState
 
 Accumulate = Callable[[TrainState, Any], TrainState]
 
@@ -21,12 +23,10 @@ def scan_window(accumulate: Accumulate, state: TrainState, micro_batches: PyTree
     """
     flat = flatten(micro_batches)
     n = _length(micro_batches, flat)
-    if not torch.compiler.is_compiling():
+    if not in_graph():
         for index in range(n):
             state = accumulate(state, map_tensors(lambda leaf, index=index: leaf[index], micro_batches))
         return state
-
-    from torch._higher_order_ops.scan import scan  # a second of import, for those who compile
 
     state = accumulate(state, flat.unflatten([leaf if leaf is None else leaf[0] for leaf in flat.leaves]))
     if n == 1:

@@ -9,18 +9,18 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from functional_amp.checks import check_number
-from functional_amp.transform import stage, transformed
-from functional_amp.tree import register, with_fields
-
-FLOAT32_TINY = torch.finfo(torch.float32).tiny
-FLOAT32_MAX = torch.finfo(torch.float32).max
+from functional_amp.checks import check_bool_tensor
+from functional_amp.dtypes import FLOAT32_MAX, FLOAT32_TINY, counted
+from functional_amp.mode import host_readable, stage
+from functional_amp.registry import register, with_fields
+from functional_amp.values import rules
+from functional_amp.values.rules import check as _check
 
 
 class Scaler(Protocol):
     """What the stages need: the scale of the next window, and the successor after it.
 
-    A scaler of your own is a registered pytree node (see `functional_amp.tree.register`) with
+    A scaler of your own is a registered pytree node (see `functional_amp.register`) with
     these two members; `update` must return the same type, structure and dtypes.
     """
 
@@ -125,19 +125,19 @@ class DynamicScale:
             "hysteresis_tracker": _counter(left, "hysteresis_tracker", scale),
             "growth_factor": float(growth_factor),
             "backoff_factor": float(backoff_factor),
-            "growth_interval": growth_interval,
+            "growth_interval": int(growth_interval),
             "min_scale": float(min_scale),
             "max_scale": float(max_scale),
-            "hysteresis": hysteresis,
+            "hysteresis": int(hysteresis),
             "refill": refill,
-            "growth_delay": growth_delay,
+            "growth_delay": int(growth_delay),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def update(self, finite: Tensor) -> DynamicScale:
         """The rule of the class docstring; `update_scale` calls it."""
-        tracker = self.growth_tracker + 1
+        tracker = counted(self.growth_tracker)
         grow = tracker >= self.growth_interval
         grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
         grown = torch.where(grow & (grown <= FLOAT32_MAX), grown, self.scale)
@@ -156,111 +156,11 @@ class DynamicScale:
             hysteresis_tracker=torch.where(finite, refilled, left),
         )
 
-    @classmethod
-    def megatron(
-        cls,
-        scale: float | Tensor = 2.0**32,
-        *,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        min_scale: float = 1.0,
-    ) -> DynamicScale:
-        """Megatron-LM's rule: hysteresis, refilled when the scale grows; a floor of 1."""
-        return cls(
-            scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            min_scale=min_scale,
-        )
-
-    @classmethod
-    def deepspeed(
-        cls,
-        scale: float | Tensor = 2.0**16,
-        *,
-        scale_window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        min_scale: float = 1.0,
-    ) -> DynamicScale:
-        """DeepSpeed's rule: one more clean step after a start or an overflow; hysteresis.
-
-        `consecutive_hysteresis` refills the hysteresis at each clean step, not only at a growth.
-        """
-        _check(scale_window, "scale_window", int, lambda x: x >= 1, "at least 1")
-        if not isinstance(consecutive_hysteresis, bool):
-            raise TypeError(f"consecutive_hysteresis: found {consecutive_hysteresis!r}, expected True or False.")
-        return cls(
-            scale,
-            growth_interval=scale_window,
-            hysteresis=hysteresis,
-            refill="good" if consecutive_hysteresis else "growth",
-            min_scale=min_scale,
-            growth_delay=1,
-        )
-
-    @classmethod
-    def apex(
-        cls,
-        scale: float | Tensor = 2.0**16,
-        *,
-        scale_window: int = 2000,
-        hysteresis: int = 1,
-        min_scale: float = FLOAT32_TINY,
-        max_scale: float = 2.0**24,
-    ) -> DynamicScale:
-        """NVIDIA apex's rule: torch's with a ceiling of 2**24.
-
-        `hysteresis` above 1 is its hysteresis kernel, which refills at each clean step.
-        """
-        _check(scale_window, "scale_window", int, lambda x: x >= 1, "at least 1")
-        return cls(
-            scale,
-            growth_interval=scale_window,
-            hysteresis=hysteresis,
-            refill="good",
-            min_scale=min_scale,
-            max_scale=max_scale,
-        )
-
-    @classmethod
-    def jmp(
-        cls,
-        scale: float | Tensor = 2.0**15,
-        *,
-        period: int = 2000,
-        factor: float = 2.0,
-        min_scale: float = 1.0,
-    ) -> DynamicScale:
-        """DeepMind jmp's rule: torch's with a floor of 1; `1 / factor` backs off."""
-        _check(factor, "factor", float, lambda x: 1 < x <= FLOAT32_MAX, "greater than 1 and finite")
-        _check(period, "period", int, lambda x: x >= 1, "at least 1")
-        return cls(scale, growth_factor=factor, backoff_factor=1 / factor, growth_interval=period, min_scale=min_scale)
-
-    @classmethod
-    def flax(
-        cls,
-        scale: float | Tensor = 2.0**16,
-        *,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        min_scale: float = FLOAT32_TINY,
-    ) -> DynamicScale:
-        """flax's rule: it grows on the clean step after the interval, and up to float32's maximum."""
-        _check(growth_interval, "growth_interval", int, lambda x: x >= 1, "at least 1")
-        return cls(
-            scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval + 1,
-            min_scale=min_scale,
-            max_scale=FLOAT32_MAX,
-        )
+    megatron = classmethod(rules.megatron)
+    deepspeed = classmethod(rules.deepspeed)
+    apex = classmethod(rules.apex)
+    jmp = classmethod(rules.jmp)
+    flax = classmethod(rules.flax)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -323,7 +223,7 @@ def update_scale(scaler: S, finite: Tensor) -> S:
         The next scaler: same type, same hyperparameters, same dtypes.
 
     Raises:
-        TypeError: if `finite` is not a bool tensor, or `scaler` is no scaler.
+        TypeError: if `finite` is not a bool tensor, or `scaler` is not a scaler.
         ValueError: if the shape of `finite` is not the scale's.
 
     The rule is in the docstring of `DynamicScale`; its source is `torch.amp.GradScaler`.
@@ -333,23 +233,13 @@ def update_scale(scaler: S, finite: Tensor) -> S:
     tensor(4.)
     """
     check_scaler(scaler)
-    check_finite(finite)
+    check_bool_tensor(finite)
     if finite.shape != scaler.scale.shape:
         raise ValueError(
             f"finite: found shape {tuple(finite.shape)}, expected {tuple(scaler.scale.shape)} as the scale has. "
             "Combine the flags of several trees with & or torch.all."
         )
     return scaler.update(finite.to(scaler.scale.device))
-
-
-def check_finite(finite: Any, name: str = "finite") -> None:
-    """Raises TypeError unless the flag is a bool tensor."""
-    if not isinstance(finite, Tensor) or finite.dtype != torch.bool:
-        found = str(finite.dtype) if isinstance(finite, Tensor) else f"{type(finite).__name__} {finite!r}"
-        raise TypeError(
-            f"{name}: found {found}, expected a bool tensor. Take it from unscale or all_finite, "
-            "or write torch.tensor(True): a Python bool would be read on the host."
-        )
 
 
 def check_scaler(scaler: Any) -> None:
@@ -376,18 +266,13 @@ def scale_tensor(value: float | Tensor, name: str, low: float, high: float) -> T
     if isinstance(value, Tensor):
         if value.dtype != torch.float32:
             raise TypeError(f"{name}: found a {value.dtype} tensor, expected float32. Cast it with .float().")
-        if not _host_readable(value):
+        if not host_readable(value):
             return value
         for number in value.detach().flatten().tolist():
             _check(number, name, float, lambda x: low <= x <= min(high, FLOAT32_MAX), f"finite, from {low} to {high}")
         return value
     _check(value, name, float, lambda x: low <= x <= min(high, FLOAT32_MAX), f"finite, from {low} to {high}")
     return torch.tensor(float(value), dtype=torch.float32)
-
-
-def _host_readable(value: Tensor) -> bool:
-    plain = type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
-    return plain and not torch.compiler.is_compiling() and not transformed()
 
 
 def _counter(value: int | Tensor, name: str, scale: Tensor) -> Tensor:
@@ -399,12 +284,3 @@ def _counter(value: int | Tensor, name: str, scale: Tensor) -> Tensor:
         return value
     _check(value, name, int, lambda x: True, "an int")
     return torch.full_like(scale, value, dtype=torch.int32)
-
-
-def _check(value: Any, name: str, kind: type, domain: Any, expected: str) -> None:
-    """Raises TypeError for the wrong kind of number, ValueError for one outside its domain or int32."""
-    check_number(value, name, kind.__name__, integer=kind is int)
-    if not domain(value):
-        raise ValueError(f"{name}: found {value!r}, expected {expected}.")
-    if kind is int and not -(2**31) <= value < 2**31:
-        raise ValueError(f"{name}: found {value!r}, expected an int below 2**31: the counters are int32.")

@@ -1,0 +1,259 @@
+"""The storage of a donated state: what a step owns of the state it returned last, and the way back."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from functional_amp.engine.operators import before_writing
+from functional_amp.engine.storage import Fresh, cloned, dense, is_disjoint, is_sole_owner, unshared, write_into
+from functional_amp.registry import new, with_fields
+from functional_amp.torch_private import dynamo_exception
+from functional_amp.tree import Flat, PyTree, flatten, same_leaves
+from functional_amp.values.state import GIVEN, LOST, LOST_WINDOW, TrainState
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Lease(Fresh):
+    """The right to write into the leaves of a state, for as long as they are the last ones returned.
+
+    Attributes:
+        written: what has been written to since the lease was taken up: nothing, the sums of the window that
+            was handed in, or the state itself.
+    """
+
+    writes = True
+    streams = True
+
+    def __init__(self) -> None:
+        self.written: Literal["nothing", "window", "state"] = "nothing"
+        self._held: Flat | None = None
+        self._addresses: list[int] = []
+        self._remembered: dict[Hashable, Any] = {}
+        self._recorded: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._sums: list[Tensor | None] = []
+
+    def holds(self, state: TrainState) -> bool:
+        """Whether a state has the very leaves that were returned last, at the addresses where they were."""
+        if self._held is None:
+            return False
+        flat = _leaves_of(state)
+        same = same_leaves(flat.leaves, self._held.leaves)
+        return same and flat.spec == self._held.spec and _addresses(flat.leaves) == self._addresses
+
+    def hold(self, state: TrainState) -> None:
+        """Takes note of a state that is about to be returned."""
+        flat = _leaves_of(state)
+        if all([type(leaf) is Tensor for leaf in flat.leaves if isinstance(leaf, Tensor)]):
+            self._held, self._addresses = flat, _addresses(flat.leaves)
+
+    def writing(self, what: Literal["window", "state"]) -> None:
+        """To be called before a write."""
+        if self.written != "state":
+            self.written = what
+
+    @contextmanager
+    def unseen_writes(self, what: Literal["window", "state"]) -> Iterator[None]:
+        """Around a graph, which keeps no books: what it had written when it raised nobody knows.
+
+        Where it raises while it is made, nothing has run.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not _while_compiling(error):
+                self.writing(what)
+            raise
+
+    # What a storage does
+
+    def add(self, old: Tensor | None, new: Tensor) -> Tensor:
+        if old is None:
+            return new
+        if not self.may_write(old):
+            return old + new
+        self.writing("window")
+        return old.add_(new)
+
+    def put(self, old: PyTree, new: PyTree) -> PyTree:
+        return write_into(old, new, lambda: self.writing("state"))
+
+    def put_sum(self, old: PyTree | None, new: PyTree) -> PyTree:
+        return cloned(new) if old is None else write_into(old, new, lambda: self.writing("window"))
+
+    def working(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        works = [dense(leaf) for leaf in leaves]
+        self.writing_to(works)
+        return works
+
+    def writing_to(self, leaves: Iterable[Tensor]) -> None:
+        self.writing("state")
+        # The kernels themselves move no version counter.
+        torch.autograd.graph.increment_version([leaf for leaf in leaves if not leaf.is_inference()])
+
+    def scratch(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        if len(grads) <= len(self._sums) and set(map(id, grads)) <= set(map(id, self._sums)):
+            return list(grads)
+        return [grad if is_sole_owner(grad) else grad.clone() for grad in grads]
+
+    def settled(self, old: Tensor, work: Tensor) -> Tensor:
+        return old if work is old else old.copy_(work)
+
+    def recall(self, owner: Hashable, leaves: Sequence[Any], make: Callable[[bool], T], fits: Callable[[T], bool]) -> T:
+        key = (owner, next((id(leaf) for leaf in leaves if leaf is not None), None))
+        known = self._remembered.get(key)
+        if known is None or not fits(known):
+            known = self._remembered[key] = make(True)
+        return known
+
+    # What the streaming backward asks
+
+    def recording(self, leaves: list[Tensor], make: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """The leaves that the engine records with: made once, and kept while the parameters are the same tensors."""
+        known, recorded = self._recorded
+        if not same_leaves(known, leaves):
+            recorded = make(leaves)
+            if not any([leaf.is_inference() for leaf in leaves]):  # of those the engine records copies
+                self._recorded = (leaves, recorded)
+        return recorded
+
+    def owns(self, sums: list[Tensor | None]) -> bool:
+        """Whether these sums are known to be nobody else's."""
+        return bool(sums) and same_leaves(sums, self._sums)
+
+    def may_write(self, old: Tensor) -> bool:
+        """Whether a sum is nobody else's: the first gradient may be a view of a user's tensor."""
+        return not old.is_inference() and is_sole_owner(old)
+
+    def own(self, sums: list[Tensor | None]) -> None:
+        """Takes note that these sums are nobody else's."""
+        self._sums = sums
+
+    def close_window(self, params: list[Tensor]) -> None:
+        """Lets go of the sums, and of copies that the engine recorded with in place of the parameters."""
+        self._sums = []
+        if not same_leaves(self._recorded[0], params):
+            self._recorded = ([], [])
+
+
+class Leases:
+    """The lease of one step: the last one, until it is taken up or the state that it is for is gone.
+
+    Who takes it up takes it out: two threads, or a step inside itself, do not meet in one.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[tuple[Lease, weakref.ref[TrainState]]] = []
+
+    def lend(self, state: TrainState, body: Callable[[TrainState, Lease, bool], R]) -> R:
+        """Runs a part of a window on a state that is taken away from the caller.
+
+        Where it raises before anything of the caller's was written to, the caller's state is as it was. Where
+        the sums of a window that was handed in have been added to, that window is lost; where the
+        parameters were being written, the state is. Reading what is lost raises.
+
+        Args:
+            body: `body(state, lease, known)` returns a state, or a pair with a state first; `known` says
+                that the state is the one that this step returned last.
+        """
+        fields = dict(vars(state))
+        taken = new(TrainState, **fields)
+        lease, known = self._take(taken)
+        if not known:
+            taken = _own(taken)
+        lease.written = "nothing"
+        _replace(state, {"_gone": GIVEN})
+        try:
+            with running(lease):
+                result = body(taken, lease, known)
+        except BaseException:
+            if lease.written == "state":
+                _replace(state, {"_gone": LOST})
+            elif lease.written == "window" and fields["window"] is not None:
+                del fields["window"]
+                _replace(state, {**fields, "_gone": LOST_WINDOW})
+            else:
+                _replace(state, fields)
+            raise
+        last = result if isinstance(result, TrainState) else cast(Any, result)[0]
+        lease.hold(last)
+        entry = (lease, weakref.ref(last, self._drop))
+        self._last[:] = [entry]
+        return result
+
+    def _take(self, state: TrainState) -> tuple[Lease, bool]:
+        try:
+            lease, _ = self._last.pop()
+        except IndexError:
+            return Lease(), False
+        return (lease, True) if lease.holds(state) else (Lease(), False)
+
+    def _drop(self, gone: weakref.ref[TrainState]) -> None:
+        self._last[:] = [entry for entry in self._last if entry[1] is not gone]
+
+
+class _Running(threading.local):
+    lease: Lease | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def running(lease: Lease) -> Iterator[None]:
+    """Says on this thread whose leaves the operators of a graph write to."""
+    outer, _running.lease = _running.lease, lease
+    try:
+        yield
+    finally:
+        _running.lease = outer
+
+
+def _note_write() -> None:
+    if _running.lease is not None:
+        _running.lease.writing("state")
+
+
+before_writing.append(_note_write)
+
+
+def _own(state: TrainState) -> TrainState:
+    """The state, of which no two tensors that will be written to lie on the same bytes."""
+    window = state.window
+    written = (state.params, state.opt_state, state.buffers, None if window is None else window.grads.tree)
+    if is_disjoint(written):
+        return state
+    params, opt_state, buffers, tree = unshared(written)
+    if window is not None:
+        window = with_fields(window, grads=with_fields(window.grads, tree=tree))
+    return with_fields(state, params=params, opt_state=opt_state, buffers=buffers, window=window)
+
+
+def _replace(state: TrainState, fields: dict[str, Any]) -> None:
+    vars(state).clear()
+    vars(state).update(fields)
+
+
+def _while_compiling(error: BaseException) -> bool:
+    if isinstance(error, dynamo_exception()):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame, _ in frames)
+
+
+def _leaves_of(state: TrainState) -> Flat:
+    window = state.window
+    return flatten((state.params, state.opt_state, state.buffers, None if window is None else window.grads.tree))
+
+
+def _addresses(leaves: list[Any]) -> list[int]:
+    return [leaf.data_ptr() if isinstance(leaf, Tensor) else 0 for leaf in leaves]

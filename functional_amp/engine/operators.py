@@ -1,0 +1,55 @@
+"""The operators that a compiled graph can hold: one library, one place.
+
+- `norm`: the 2-norm of a list of leaves, read once
+- `materialize`: a scalar that is computed once, not at each element
+- `sgd_`, `adam_`: torch's fused kernels for a list of leaves, in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from functional_amp.mode import mode
+
+T = TypeVar("T")
+
+_LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")
+_LIBRARY.define("norm(Tensor[] leaves) -> Tensor")
+_LIBRARY.define("materialize(Tensor scalar) -> Tensor")
+_LIBRARY.define(
+    "sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] buffers, Tensor lr, float momentum, "
+    "float weight_decay, bool nesterov, Tensor? divisor, Tensor skip) -> ()"
+)
+_LIBRARY.define(
+    "adam_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor count, "
+    "Tensor lr, float beta1, float beta2, float weight_decay, float eps, bool decoupled, Tensor? divisor, "
+    "Tensor skip) -> ()"
+)
+_LIBRARY.impl("materialize", torch.clone, "CompositeExplicitAutograd")
+_LIBRARY.impl("materialize", torch.empty_like, "Meta")
+
+
+before_writing: list[Callable[[], None]] = []
+"""Called by the operators that write, before they do: what a graph has begun to write to, nobody else can see."""
+
+
+def implement(name: str, kernel: Callable[..., Any], key: str, meta: Callable[..., Any] | None = None) -> None:
+    """Gives an operator its kernel for a dispatch key, and what it does to tensors without numbers."""
+    _LIBRARY.impl(name, kernel, key)
+    if meta is not None:
+        _LIBRARY.impl(name, meta, "Meta")
+
+
+def materialized(scalar: T) -> T:
+    """The same 0-dim tensor, behind an operator that the compiler can not look into.
+
+    Inductor repeats the arithmetic of a scalar in the loop over each tensor that it is used with,
+    and a C++ compiler does not move a `pow` out of a loop that writes.
+    """
+    if not isinstance(scalar, Tensor) or mode() != "graph":
+        return scalar
+    return cast(T, torch.ops.functional_amp.materialize(scalar))

@@ -1,0 +1,187 @@
+"""How a stage runs: in a graph, under a transform, in inference mode, or plainly.
+
+This is the one room that asks. Everything else asks it, once per half of a step, or uses one of the guards below.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from functional_amp.torch_private import functorch_active, torch_pytree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Mode: TypeAlias = Literal["graph", "transform", "inference", "eager"]
+
+
+def in_graph() -> bool:
+    """True while `torch.compile` or `torch.export` traces."""
+    return torch.compiler.is_compiling()
+
+
+def transformed() -> bool:
+    """True inside `torch.func.grad`, `vmap` and the other functorch transforms, in a graph too."""
+    return functorch_active()
+
+
+def mode() -> Mode:
+    """How this thread runs now. A transform counts before a graph: inside both, values must stay differentiable."""
+    if transformed():
+        return "transform"
+    if in_graph():
+        return "graph"
+    return "inference" if torch.is_inference_mode_enabled() else "eager"
+
+
+class _Recording(threading.local):
+    """How many losses the autograd engine records on this thread."""
+
+    depth = 0
+
+
+_recording = _Recording()
+_traced: list[None] = []
+"""The same for what is being traced into a graph: dynamo follows a list, and no attribute of a thread."""
+
+
+@contextmanager
+def engine_records() -> Iterator[None]:
+    """Marks a loss function that the autograd engine is to differentiate."""
+    if in_graph():
+        _traced.append(None)
+        yield
+        _traced.pop()
+        return
+    _recording.depth += 1
+    try:
+        yield
+    finally:
+        _recording.depth -= 1
+
+
+def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
+    """Keeps the outputs of a pure function free of autograd history.
+
+    `torch.func.grad` ignores a `no_grad` that surrounds it, so differentiation inside the
+    stage is unaffected. Under an outer transform the stage stays differentiable.
+
+    Args:
+        detach: False where no input has a history that an output could be.
+
+    Raises:
+        RuntimeError: from the wrapped function, where the autograd engine records a loss and an input
+            requires grad: the outputs would be constants to the engine, and the gradient zero.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if transformed():
+            return function(*args, **kwargs)
+        if (len(_traced) if in_graph() else _recording.depth) and torch.is_grad_enabled():
+            _refuse_history(function.__name__, (args, kwargs))
+        with torch.no_grad():
+            output = function(*args, **kwargs)
+        return _detached(output) if detach else output
+
+    return wrapped
+
+
+def _refuse_history(name: str, given: Any) -> None:
+    leaves = torch_pytree.tree_leaves(given) if in_graph() else optree.tree_leaves(given, none_is_leaf=True)
+    if any([getattr(leaf, "requires_grad", False) for leaf in leaves]):
+        raise RuntimeError(
+            f"{name}: found an input that requires grad inside a loss that the autograd engine records, where the "
+            "stages of functional_amp are constants: the gradient through them would be zero. "
+            "Differentiate this loss with backend='func', donate=False, or detach the input."
+        )
+
+
+def _detached(output: R) -> R:
+    """The output without history: a tensor that is returned unchanged may have one of its own; others stay the same."""
+    if in_graph():
+        return output  # the graph that is traced under no_grad has no history to give
+    leaves, spec = optree.tree_flatten(cast(Any, output), none_is_leaf=True)
+    if not any([getattr(leaf, "requires_grad", False) for leaf in leaves]):
+        return output
+    return cast(
+        R, optree.tree_unflatten(spec, [x.detach() if getattr(x, "requires_grad", False) else x for x in leaves])
+    )
+
+
+# Guards of outer derivatives: through a branch that is not taken, 0 * NaN is NaN.
+
+
+class _FiniteCotangent(torch.autograd.Function):
+    """The identity, through which neither inf nor NaN flows back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:
+        (cotangent,) = grad_outputs
+        return torch.where(torch.isfinite(cotangent), cotangent, 0)
+
+
+class _FiniteTangent(_FiniteCotangent):
+    """The same with a forward mode, which dynamo can not trace."""
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
+        (tangent,) = grad_inputs
+        return torch.where(torch.isfinite(tangent), tangent, 0)
+
+
+def finite_cotangents(tree: R) -> R:
+    """The tree, through whose float leaves neither inf nor NaN flows back under an outer derivative.
+
+    The cotangent of the gradients of a skipped update is 0, but 0 times the NaN of their own derivative is NaN.
+    """
+    if not transformed():
+        return tree
+    barrier = _FiniteCotangent if in_graph() else _FiniteTangent
+
+    def guarded(leaf: Any) -> Any:
+        return barrier.apply(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return cast(R, optree.tree_map(guarded, cast(Any, tree)))
+
+
+def stop_gradient_where(bad: Tensor, leaf: Tensor) -> Tensor:
+    """The leaf; a constant to an outer derivative where `bad`."""
+    return torch.where(bad.to(leaf.device), leaf.detach(), leaf) if transformed() else leaf
+
+
+def one_unless(condition: Tensor, value: Tensor) -> Tensor:
+    """The value; under a transform 1 where the condition does not hold, so that the branch not taken is finite."""
+    return torch.where(condition.to(value.device), value, 1) if transformed() else value
+
+
+def sqrt(value: Tensor) -> Tensor:
+    """The square root, with a derivative of 0 instead of inf at 0 under an outer transform."""
+    if not transformed():
+        return value.sqrt()
+    positive = value > 0
+    return torch.where(positive, torch.where(positive, value, 1).sqrt(), value)
+
+
+def host_readable(value: Tensor) -> bool:
+    """Whether looking at a tensor's number is free: a plain one on a CPU, outside any graph or transform."""
+    plain = type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+    return plain and not in_graph() and not transformed()

@@ -1,0 +1,1 @@
+"""What a step does, stage by stage."""

@@ -1,0 +1,151 @@
+"""Who differentiates a loss: torch.func, or the autograd engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from functional_amp.engine.random import random_state
+from functional_amp.mode import engine_records, in_graph, mode
+from functional_amp.torch_private import reaches_this_level
+
+Backend: TypeAlias = Literal["auto", "func", "autograd"]
+
+LIMITS = {
+    "setup_context": "an autograd.Function without setup_context, such as a custom kernel or an old extension",
+    "saved tensor hooks": "activation checkpointing, or another user of saved-tensor hooks",
+    "expected scalar type": "attention with dropout under autocast on a CPU",
+    "Cannot access data pointer of Tensor that doesn't have storage": "a kernel that asks for addresses, such as "
+    "those of packed sequences",
+    "backward() called inside a functorch transform": "a backward inside the loss",
+    "requires_grad_() inside of a function being transformed": "requires_grad_() inside the loss",
+    "You are attempting to call Tensor.requires_grad_()": "requires_grad_() inside the loss",
+    "does not have a vjp": "an operator without a derivative under torch.func",
+}
+"""What torch.func can't differentiate: a part of the message it raises, and what that comes from."""
+
+_by_engine: WeakSet[Any] = WeakSet()
+"""The loss functions that torch.func has been found unable to differentiate."""
+
+
+def check_backend(backend: Any) -> None:
+    """Raises ValueError for an unknown backend."""
+    if not isinstance(backend, str) or backend not in ("auto", "func", "autograd"):
+        raise ValueError(f"backend: found {backend!r}, expected 'auto', 'func' or 'autograd'.")
+
+
+def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> tuple[list[Tensor], Any]:
+    """The gradients of a `ScaledLoss` at its leaves, and what it returned beside the scaled loss, without history."""
+    if backend == "autograd" or (backend == "auto" and known_limit(scaled_loss.loss_fn)):
+        return _by_autograd(scaled_loss, leaves)
+    retries = backend == "auto" and not in_graph() and mode() != "transform"
+    before = random_state() if retries else None
+    try:
+        return _by_func(scaled_loss, leaves)
+    except (RuntimeError, NotImplementedError) as error:
+        cause = limit_of(error)
+        if cause is None or in_graph():
+            raise
+        if before is None:
+            raise RuntimeError(
+                f"{error}\n\nThe loss uses {cause}, which does not work under torch.func. "
+                "Use backend='autograd', which gives the same values."
+            ) from error
+    before.restore()
+    grads = _by_autograd(scaled_loss, leaves)  # who fails here too has found an error of the loss
+    _remember_limit(scaled_loss.loss_fn, cause)
+    return grads
+
+
+def known_limit(loss_fn: Any) -> bool:
+    """Whether "auto" has found that a loss function needs the engine; never under a transform."""
+    try:
+        return loss_fn in _by_engine and mode() != "transform"
+    except TypeError:  # a callable that can not be hashed is tried each time
+        return False
+
+
+def _remember_limit(loss_fn: Any, cause: str) -> None:
+    try:
+        _by_engine.add(loss_fn)
+    except TypeError:
+        pass
+    warnings.warn(
+        f"backend='auto': torch.func can't differentiate this loss ({cause}); the autograd engine does it "
+        "from now on, with the same values. Say backend='autograd' to choose it at once.",
+        stacklevel=2,
+    )
+
+
+def limit_of(error: BaseException) -> str | None:
+    """What a message of torch.func comes from, or None for any other error."""
+    text = str(error)
+    return next((cause for part, cause in LIMITS.items() if part in text), None)
+
+
+def _by_func(scaled_loss: Any, leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
+    def reaching(leaves: list[Tensor]) -> Any:
+        if in_graph():  # the compiler drops the backward of an autograd.Function on a raw leaf: pytorch#193279
+            leaves = [leaf.view_as(leaf) for leaf in leaves]
+        scaled, out = scaled_loss(leaves)
+        if not scaled_loss.may_be_constant and not reaches_this_level(scaled):
+            _refuse_constant()
+        return scaled, out
+
+    grads, (_, aux) = torch.func.grad_and_value(reaching, has_aux=True)(leaves)
+    return grads, aux
+
+
+def _by_autograd(scaled_loss: Any, leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
+    leaves = recording(leaves)
+    scaled, (value, tensors) = record_loss(scaled_loss, leaves)
+    found: list[Tensor | None] = [None] * len(leaves)
+    if scaled.requires_grad:
+        found = list(torch.autograd.grad(scaled, leaves, allow_unused=True))
+    if not scaled_loss.may_be_constant and all([grad is None for grad in found]):
+        _refuse_constant()
+    grads = [
+        torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
+        for grad, leaf in zip(found, leaves, strict=True)
+    ]
+    return grads, (value.detach(), [tensor.detach() for tensor in tensors])
+
+
+def recording(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves of the engine's graph: the same numbers, which require grad."""
+    return [normal(leaf).detach().requires_grad_() for leaf in leaves]
+
+
+def record_loss(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, Any]:
+    """The scaled loss with its autograd graph."""
+    if mode() == "inference":
+        raise RuntimeError(
+            "backend='autograd' records nothing inside torch.inference_mode(), and every gradient would be zero. "
+            "Leave the inference mode, or use backend='func', which works in it."
+        )
+    with torch.enable_grad(), engine_records():
+        return scaled_loss(leaves)
+
+
+def check_reached(scaled_loss: Any, reached: bool) -> None:
+    """Raises RuntimeError for a loss that reaches no parameter, unless it has said that this is meant."""
+    if not reached and not scaled_loss.may_be_constant:
+        _refuse_constant()
+
+
+def _refuse_constant() -> None:
+    raise RuntimeError(
+        "loss_fn: found a loss that reaches no parameter, expected one that depends on them: every gradient would be "
+        "zero. Look for a detach, a no_grad or a copy of the parameters in the loss; where it is meant, return "
+        "Loss(value, weight=0)."
+    )
+
+
+def normal(tensor: Tensor) -> Tensor:
+    """A tensor that the engine can record with: those of an inference mode must be copied."""
+    return tensor.clone() if not in_graph() and tensor.is_inference() else tensor

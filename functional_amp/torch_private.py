@@ -1,0 +1,87 @@
+"""Every private name of torch and optree that the package uses; tests/test_torch_private.py says what each is for."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL
+from torch import Tensor
+from torch.utils import _pytree
+
+GLOBAL_NAMESPACE = _GLOBAL
+"""optree's namespace of nodes that every caller sees."""
+
+torch_pytree: Any = _pytree
+"""The registry that torch.func and torch.compile look into; `torch.utils.pytree` has no paths for nodes yet."""
+
+
+def functorch_active() -> bool:
+    """Whether a `torch.func` transform runs on this thread; dynamo knows this function."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """How many tensors hold the storage, the handle made for this question included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for two tensors on one storage, also where there is no address (meta, fake)."""
+    return tensor.untyped_storage()._cdata
+
+
+def below_modes() -> Any:
+    """A context in which modes that watch calls of torch functions see nothing, as inside a kernel."""
+    return torch._C.DisableTorchFunction()
+
+
+def fused_sgd(*args: Any, **kwargs: Any) -> Any:
+    """torch's kernel for a list of leaves, in place; the one `torch.optim.SGD(fused=True)` runs."""
+    return torch._fused_sgd_(*args, **kwargs)
+
+
+def fused_adam(*args: Any, decoupled: bool, **kwargs: Any) -> Any:
+    """torch's kernel of Adam or AdamW for a list of leaves, in place."""
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    return kernel(*args, **kwargs)
+
+
+def foreach_norm(leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each leaf, accumulated in a dtype."""
+    return list(torch._foreach_norm(leaves, 2, dtype=dtype))
+
+
+def tracing_autograd() -> Any:
+    """A context in which dynamo traces `torch.autograd.grad` into a graph."""
+    return torch._dynamo.config.patch(trace_autograd_ops=True)
+
+
+def dynamo_exception() -> type[BaseException]:
+    """What the compiler raises; importing it takes a second."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def scan(*args: Any, **kwargs: Any) -> Any:
+    """torch's loop in a graph; importing it takes a second."""
+    from torch._higher_order_ops.scan import scan as torch_scan
+
+    return torch_scan(*args, **kwargs)
+
+
+def norm_layers() -> type[torch.nn.Module]:
+    """The base class of layers with running statistics."""
+    return torch.nn.modules.batchnorm._NormBase
+
+
+def reaches_this_level(tensor: Tensor) -> bool:
+    """Whether a tensor depends on what the innermost `torch.func.grad` differentiates."""
+    if torch.compiler.is_compiling():  # dynamo does not know levels
+        return tensor.requires_grad
+    functorch: Any = cast(Any, torch._C)._functorch
+    level = functorch.maybe_current_level()
+    while functorch.is_functorch_wrapped_tensor(tensor) and functorch.maybe_get_level(tensor) > level:
+        tensor = functorch.get_unwrapped(tensor)
+    return functorch.maybe_get_level(tensor) == level and tensor.requires_grad
