@@ -6,6 +6,8 @@ from functional_amp.backward import Loss as Loss
 from functional_amp.backward import ScaledBackward as ScaledBackward
 from functional_amp.backward import ScaledGrads as ScaledGrads
 from functional_amp.backward import scale_backward as scale_backward
+from functional_amp.checkpoint import load_state_dict as load_state_dict
+from functional_amp.checkpoint import state_dict as state_dict
 from functional_amp.clip import Clipped as Clipped
 from functional_amp.clip import clip as clip
 from functional_amp.clip import global_norm as global_norm
