@@ -15,6 +15,8 @@ from functional_amp.debug import check_progress as check_progress
 from functional_amp.debug import nonfinite_paths as nonfinite_paths
 from functional_amp.files import load as load
 from functional_amp.files import save as save
+from functional_amp.interop import opt_state_from_torch as opt_state_from_torch
+from functional_amp.interop import opt_state_to_torch as opt_state_to_torch
 from functional_amp.module import Apply as Apply
 from functional_amp.module import FromModule as FromModule
 from functional_amp.module import from_module as from_module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_number
+from functional_amp.grad_scaler import grad_scaler_state, scaler_arguments
 from functional_amp.transform import stage, transformed
 from functional_amp.tree import register, with_fields
 
@@ -155,6 +157,37 @@ class DynamicScale:
             growth_tracker=torch.where(finite, tracker, -self.growth_delay),
             hysteresis_tracker=torch.where(finite, refilled, left),
         )
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> DynamicScale:
+        """Continue where a `torch.amp.GradScaler` stopped.
+
+        An imperative loop over k micro-batches scales loss / k, the composed step scales the loss: GradScaler's
+        scale S acts as S / k here. Pass `{**state, "scale": state["scale"] / k}`.
+
+        Args:
+            state: what `GradScaler.state_dict()` gave.
+
+        Raises:
+            TypeError, ValueError: for another dict, or a scale that is 0, infinite or NaN.
+
+        >>> DynamicScale.from_state_dict(torch.amp.GradScaler("cpu", init_scale=256.0).state_dict()).scale
+        tensor(256.)
+        """
+        return cls(**scaler_arguments(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the dict that `torch.amp.GradScaler.load_state_dict` takes; multiply its scale by k, see above.
+
+        Reads the scale and the tracker on the host.
+
+        Raises:
+            ValueError: for a hysteresis, a growth delay, a floor or a ceiling, which GradScaler does not have.
+
+        >>> DynamicScale(scale=256.0).state_dict()["scale"]
+        256.0
+        """
+        return grad_scaler_state(self)
 
     @classmethod
     def megatron(
