@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import functional_amp as fa
 from tests.test_checkpoint import bits, mid_window_state, small_state
@@ -19,7 +20,11 @@ from tests.test_checkpoint import bits, mid_window_state, small_state
 def load(folder: Path) -> dict[str, Tensor]:
     """All that is in a folder, as it is: the recipe of docs/checkpoints.md."""
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    flat = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    flat = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     dcp.load(flat, checkpoint_id=folder)
     return flat
 

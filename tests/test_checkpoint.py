@@ -154,10 +154,11 @@ def test_no_two_tensors_share_storage(pair: tuple[fa.TrainState, fa.TrainState])
     state, template = pair
     flat = fa.state_dict(state, given=state.applied)
     loaded = optree.tree_leaves(cast(Any, fa.load_state_dict(template, flat)))
-    distinct = {id(leaf): leaf for leaf in [*optree.tree_leaves(cast(Any, state)), *flat.values(), *loaded]}
-    own = [leaf for leaf in distinct.values() if leaf.nbytes and not any(leaf is x for x in optree.tree_leaves(state))]
+    given_leaves = optree.tree_leaves(cast(Any, state))
+    distinct = {id(leaf): leaf for leaf in [*given_leaves, *flat.values(), *loaded]}
+    own = [leaf for leaf in distinct.values() if leaf.nbytes and not any(leaf is x for x in given_leaves)]
     places = [leaf.untyped_storage().data_ptr() for leaf in own]
-    theirs = {leaf.untyped_storage().data_ptr() for leaf in optree.tree_leaves(cast(Any, state))}
+    theirs = {leaf.untyped_storage().data_ptr() for leaf in given_leaves}
     assert len(set(places)) == len(places) and not theirs & set(places)
     assert all(leaf.is_contiguous() and not leaf.requires_grad for leaf in flat.values())
 
