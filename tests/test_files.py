@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -257,3 +258,37 @@ def test_a_state_through_a_file(tmp_path: Path) -> None:
     flat = fa.load(str(tmp_path / "run.ckpt"))
     assert flat["extra/position"].item() == 3
     assert bits(fa.state_dict(fa.load_state_dict(state, flat))) == bits(fa.state_dict(state))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return stateful.StatefulDataLoader(
+            [torch.tensor([float(i)]) for i in range(20)],
+            batch_size=2,
+            shuffle=True,
+            num_workers=workers,
+            generator=generator,
+        )
+
+    def to_bytes(value: Any) -> Tensor:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return torch.tensor(list(file.getvalue()), dtype=torch.uint8)
+
+    first = loader()
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    fa.save(tmp_path / "run.ckpt", fa.state_dict(small_state(), loader=to_bytes(first.state_dict())))
+    rest = [batch.tolist() for batch in batches]
+
+    second = loader()
+    saved = fa.load(tmp_path / "run.ckpt")["extra/loader"]
+    second.load_state_dict(torch.load(io.BytesIO(bytes(saved.tolist())), weights_only=True))
+    assert [batch.tolist() for batch in second] == rest and len(rest) == 7

@@ -1,4 +1,4 @@
-"""GradScaler's and torch.optim's dicts: a run that changes sides goes on as torch's own; the rest is refused by name."""
+"""GradScaler's and torch.optim's dicts: runs that change sides go on as torch's own; the rest is refused."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("during", [0, 2])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_goes_on_here_and_back_bit_for_bit(rule: str, before: int, during: int, named: bool) -> None:
-    """The oracle is one torch.optim optimizer that does all the updates; its unfused kernel has our order of operations."""
+    """The oracle is one torch.optim optimizer that does all the updates, unfused: the order of operations here."""
     build, ours = RULES[rule]
     whole, moved, back = (model_of() for _ in range(3))
 
@@ -243,11 +243,13 @@ def stepped(build: Build) -> tuple[nn.Module, dict[str, Any]]:
 
 def test_amsgrad_and_maximize_are_refused() -> None:
     for flag in ("amsgrad", "maximize"):
-        model, state = stepped(lambda p, flag=flag: torch.optim.Adam(p, **{flag: True}))
+        model, state = stepped(
+            lambda p, flag=flag: torch.optim.Adam(p, amsgrad=flag == "amsgrad", maximize=flag == "maximize")
+        )
         with pytest.raises(ValueError, match=rf"{flag}: found True, expected False.*Remedy"):
             fa.opt_state_from_torch(fa.adam().init(copy_of(model)), state)
         with pytest.raises(ValueError, match=rf"{flag}: found True, expected False.*Remedy"):
-            theirs = torch.optim.Adam(model.named_parameters(), **{flag: True})
+            theirs = torch.optim.Adam(model.named_parameters(), amsgrad=flag == "amsgrad", maximize=flag == "maximize")
             fa.opt_state_to_torch(fa.adam().init(copy_of(model)), theirs)
 
 
