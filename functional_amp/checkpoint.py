@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import optree
 import torch
 from torch import Tensor
 
 from functional_amp.backward import Loss, ScaledGrads
+from functional_amp.names import encoded, kind, named, same, shown, walk
 from functional_amp.optim import AdamState, SGDState
 from functional_amp.scaler import DynamicScale, NoScale, StaticScale
 from functional_amp.state import Metrics, TrainState, Window
@@ -59,7 +58,7 @@ def state_dict(state: TrainState, **extra: Tensor | float | str) -> dict[str, Te
             f"state: found {type(state).__name__}, expected a TrainState. "
             "Remedy: save what init_state or a step gave; a step returns the pair (state, metrics)."
         )
-    leaves, static = _named(state)
+    leaves, static = named(state)
     flat = {"format_version": torch.tensor(FORMAT_VERSION), "window_open": torch.tensor(state.window is not None)}
     for name, leaf in leaves.items():
         if leaf is None:
@@ -75,7 +74,7 @@ def state_dict(state: TrainState, **extra: Tensor | float | str) -> dict[str, Te
             flat[f"dim_order/{name}"] = torch.tensor(copy.dim_order())
         flat[name] = copy.contiguous()
     flat.update(static)
-    flat.update({f"extra/{name}": _encoded(value, f"extra/{name}").clone() for name, value in extra.items()})
+    flat.update({f"extra/{name}": encoded(value, f"extra/{name}").clone() for name, value in extra.items()})
     return flat
 
 
@@ -115,14 +114,14 @@ def load_state_dict(template: TrainState, flat: Mapping[str, Tensor]) -> TrainSt
         )
     _check_version(flat)
     template = _with_window_of(flat, template)
-    leaves, static = _named(template)
+    leaves, static = named(template)
     differences = [difference for name, leaf in leaves.items() for difference in _leaf_differences(name, leaf, flat)]
     for name, value in static.items():
-        if not _same(flat.get(name), value):
-            differences.append(f"{name}: found {_shown(flat.get(name))}, expected {_shown(value)}")
+        if not same(flat.get(name), value):
+            differences.append(f"{name}: found {shown(flat.get(name))}, expected {shown(value)}")
     known = {*leaves, *static, *(f"dim_order/{name}" for name in leaves), "format_version", "window_open"}
     differences += [
-        f"{name}: found {_shown(value)}, expected no such entry"
+        f"{name}: found {shown(value)}, expected no such entry"
         for name, value in flat.items()
         if name not in known and not str(name).startswith("extra/")
     ]
@@ -138,83 +137,11 @@ def load_state_dict(template: TrainState, flat: Mapping[str, Tensor]) -> TrainSt
     return _one_scale(cast(TrainState, flatten(template).unflatten(loaded)))
 
 
-class _Named(NamedTuple):
-    """The leaves of a tree by name, in the order of `flatten`, and its static fields as tensors."""
-
-    leaves: dict[str, Any]
-    static: dict[str, Tensor]
-
-
-def _named(state: TrainState) -> _Named:
-    leaves, static = {}, {}
-    for name, value, is_static in _walk(state, ""):
-        into = static if is_static else leaves
-        if name in into:
-            raise ValueError(
-                f"{name}: found two leaves of this name, expected one. "
-                "Remedy: give dicts keys that differ as text: 1 and '1' do not."
-            )
-        into[name] = _encoded(value, name) if is_static else value
-    static["scaler/class"] = _encoded(type(state.scaler).__name__, "scaler/class")
-    return _Named(leaves, static)
-
-
-def _walk(node: PyTree, name: str) -> Iterator[tuple[str, Any, bool]]:
-    """The leaves and the static fields below a node: name, value, whether it is static."""
-    if optree.tree_is_leaf(node, none_is_leaf=True):
-        yield name, node, False
-        return
-    children, _, entries, _ = optree.tree_flatten_one_level(node, none_is_leaf=True)
-    if optree.is_namedtuple(node):
-        entries = type(node)._fields
-    prefix = f"{name}/" if name else ""
-    for entry, child in zip(entries, children, strict=True):
-        yield from _walk(child, prefix + str(entry).replace("%", "%25").replace("/", "%2F"))
-    for field in dataclasses.fields(node) if dataclasses.is_dataclass(node) else ():
-        if field.name not in entries:
-            yield prefix + field.name, getattr(node, field.name), True
-
-
-def _encoded(value: Any, name: str) -> Tensor:
-    """A number or a text as a tensor."""
-    if isinstance(value, Tensor):
-        return value.detach().contiguous()
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
-    if isinstance(value, int) and -(2**63) <= value < 2**63:  # a bool too, which gives a bool tensor
-        return torch.tensor(value)
-    if isinstance(value, (str, torch.dtype)) or value is None:
-        return torch.tensor(list(str(value).encode()), dtype=torch.uint8)
-    raise TypeError(
-        f"{name}: found {type(value).__name__} {value!r}, expected a tensor, a number within int64, a bool, a text, "
-        "a dtype or None. Remedy: save json.dumps(...) of it."
-    )
-
-
-def _same(found: Any, value: Tensor) -> bool:
-    return isinstance(found, Tensor) and _kind(found) == _kind(value) and torch.equal(found.cpu(), value)
-
-
-def _kind(leaf: Tensor) -> str:
-    return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
-
-
-def _shown(value: Any) -> str:
-    """A tensor in an error message: a number or a text as such, anything larger by its shape."""
-    if value is None:
-        return "nothing"
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if value.dtype == torch.uint8 and value.dim() == 1 and value.numel() <= 64:
-        return repr(bytes(value.tolist()).decode(errors="replace"))
-    return f"{value.item()!r}" if value.dim() == 0 and not value.is_meta else _kind(value)
-
-
 def _check_version(flat: Mapping[str, Tensor]) -> None:
     version = flat.get("format_version")
-    if not isinstance(version, Tensor) or version.numel() != 1 or version.item() != FORMAT_VERSION:
+    if not same(version, torch.tensor(FORMAT_VERSION)):
         raise ValueError(
-            f"format_version: found {_shown(version)}, expected {FORMAT_VERSION}. Remedy: pass a dict that state_dict "
+            f"format_version: found {shown(version)}, expected {FORMAT_VERSION}. Remedy: pass a dict that state_dict "
             "of this version of functional_amp gave; read others with the version that wrote them."
         )
 
@@ -222,9 +149,9 @@ def _check_version(flat: Mapping[str, Tensor]) -> None:
 def _with_window_of(flat: Mapping[str, Tensor], template: TrainState) -> TrainState:
     """The template with a window where the saved state had one, and without where it had none."""
     is_open = flat.get("window_open")
-    if not isinstance(is_open, Tensor) or is_open.numel() != 1:
+    if not isinstance(is_open, Tensor) or kind(is_open) != "torch.bool of shape ()":
         raise ValueError(
-            f"window_open: found {_shown(is_open)}, expected True or False. Remedy: load all entries of the file."
+            f"window_open: found {shown(is_open)}, expected True or False. Remedy: load all entries of the file."
         )
     if not is_open:
         return with_fields(template, window=None)
@@ -245,7 +172,7 @@ def _gradient_of(leaf: Tensor) -> Tensor | None:
 
 def _in_dtypes_of(flat: Mapping[str, Tensor], params: PyTree) -> PyTree:
     """The parameters as an open window holds them: the step's `compute_dtype` is in the file alone."""
-    names = [name for name, _, is_static in _walk(params, "window/params") if not is_static]
+    names = [name for name, _, is_static in walk(params, "window/params") if not is_static]
     leaves = flatten(params)
     saved = [flat.get(name) for name in names]
     return leaves.unflatten(
@@ -260,16 +187,24 @@ def _leaf_differences(name: str, leaf: Any, flat: Mapping[str, Tensor]) -> Itera
     found, order = flat.get(name), flat.get(f"dim_order/{name}")
     if leaf is None:
         if found is not None:
-            yield f"{name}: found {_shown(found)}, expected no such entry, as the template has None there"
+            yield f"{name}: found {shown(found)}, expected no such entry, as the template has None there"
     elif not isinstance(leaf, Tensor) or leaf.is_meta:
-        kind = "a meta tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
-        yield f"{name}: found {kind} in the template, expected a tensor on the device to load to"
+        what = "a meta tensor" if isinstance(leaf, Tensor) else type(leaf).__name__
+        yield f"{name}: found {what} in the template, expected a tensor on the device to load to"
     elif not isinstance(found, Tensor):
-        yield f"{name}: found {_shown(found)}, expected {_kind(leaf)}"
-    elif found.dtype != leaf.dtype or found.shape != leaf.shape:
-        yield f"{name}: found {_kind(found)}, expected {_kind(leaf)}"
-    elif order is not None and (not isinstance(order, Tensor) or sorted(order.tolist()) != list(range(leaf.dim()))):
-        yield f"dim_order/{name}: found {_shown(order)}, expected an order of {leaf.dim()} dimensions"
+        yield f"{name}: found {shown(found)}, expected {kind(leaf)}"
+    elif kind(found) != kind(leaf):
+        yield f"{name}: found {kind(found)}, expected {kind(leaf)}"
+    elif order is not None and not _is_order(order, leaf.dim()):
+        yield f"dim_order/{name}: found {shown(order)}, expected an order of {leaf.dim()} dimensions"
+
+
+def _is_order(order: Any, dims: int) -> bool:
+    return (
+        isinstance(order, Tensor)
+        and kind(order) == f"torch.int64 of shape {(dims,)}"
+        and sorted(order.tolist()) == list(range(dims))
+    )
 
 
 def _laid_out(name: str, leaf: Tensor, flat: Mapping[str, Tensor]) -> Tensor:
