@@ -1332,10 +1332,15 @@ for _name, _call, _error, _message in (
 
 
 for _name, _call, _error, _message in (
-    ("state_dict: the pair of a step", lambda i: fa.state_dict((i.state, None)), TypeError, "state: found tuple"),
+    (
+        "state_dict: the pair of a step",
+        lambda i: fa.state_dict(cast(Any, (i.state, None))),
+        TypeError,
+        "state: found tuple",
+    ),
     (
         "state_dict: an extra that is a dict",
-        lambda i: fa.state_dict(i.state, loader={"epoch": 1}),
+        lambda i: fa.state_dict(i.state, loader=cast(Any, {"epoch": 1})),
         TypeError,
         "extra/loader: found dict … Remedy: save json.dumps",
     ),
@@ -1345,10 +1350,15 @@ for _name, _call, _error, _message in (
         ValueError,
         "params/1: found two leaves of this name, expected one. Remedy",
     ),
-    ("load_state_dict: a state", lambda i: fa.load_state_dict(i.state, i.state), TypeError, "flat: found TrainState"),
+    (
+        "load_state_dict: a state",
+        lambda i: fa.load_state_dict(i.state, cast(Any, i.state)),
+        TypeError,
+        "flat: found TrainState",
+    ),
     (
         "load_state_dict: no template",
-        lambda i: fa.load_state_dict({}, {}),
+        lambda i: fa.load_state_dict(cast(Any, {}), {}),
         TypeError,
         "template: found dict … init_state",
     ),
@@ -1359,7 +1369,12 @@ for _name, _call, _error, _message in (
         ValueError,
         "params/b/0: found nothing, expected torch.float32 of shape (3,) … Remedy: build the template",
     ),
-    ("save: a state", lambda i: fa.save("x", i.state), TypeError, "flat: found TrainState … state_dict(state)"),
+    (
+        "save: a state",
+        lambda i: fa.save("x", cast(Any, i.state)),
+        TypeError,
+        "flat: found TrainState … state_dict(state)",
+    ),
     ("save: a sparse tensor", lambda i: fa.save("x", {"a": SPARSE}), TypeError, "flat['a']: found torch.sparse_coo"),
     (
         "load: no file",
@@ -1370,7 +1385,7 @@ for _name, _call, _error, _message in (
     ("load: a file of others", lambda i: fa.load(__file__), ValueError, "test_errors.py: found … not written by save"),
     (
         "opt_state_from_torch: the optimizer itself",
-        lambda i: fa.opt_state_from_torch(i.opt_state, torch.optim.Adam(i.module.parameters())),
+        lambda i: fa.opt_state_from_torch(i.opt_state, cast(Any, torch.optim.Adam(i.module.parameters()))),
         TypeError,
         "torch_state: found Adam … Remedy: pass torch_optimizer.state_dict()",
     ),
