@@ -1,8 +1,14 @@
 """The mixed-precision training step as pure functions over immutable values."""
 
+from functional_amp.checkpoint import load_state_dict as load_state_dict
+from functional_amp.checkpoint import state_dict as state_dict
 from functional_amp.debug import check_progress as check_progress
 from functional_amp.debug import nonfinite_paths as nonfinite_paths
 from functional_amp.engine.random import seeded as seeded
+from functional_amp.files import load as load
+from functional_amp.files import save as save
+from functional_amp.interop import opt_state_from_torch as opt_state_from_torch
+from functional_amp.interop import opt_state_to_torch as opt_state_to_torch
 from functional_amp.module import Apply as Apply
 from functional_amp.module import FromModule as FromModule
 from functional_amp.module import from_module as from_module

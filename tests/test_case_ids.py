@@ -13,6 +13,8 @@ ONE_PROCESS = """
     S19 K14 K15 M15 F01 F02 F03 F04 F05 F06 F09 F10 F11 F12 F13 F15 F16 F23
 """.split()
 # These are about a CUDA device, several processes or several devices.
+# Of the second set: saving, and moving between GradScaler and this library.
+FILES = "P11 P12 P13 D16".split()
 DEVICES_AND_RANKS = "C06 F14 D02 D03 D04 D05 D06".split()
 
 
@@ -29,4 +31,4 @@ def case_ids() -> set[str]:
 
 def test_each_case_has_a_test_and_each_test_a_case():
     assert len(set(ONE_PROCESS)) == 83
-    assert case_ids() == {*ONE_PROCESS, *DEVICES_AND_RANKS}
+    assert case_ids() == {*ONE_PROCESS, *FILES, *DEVICES_AND_RANKS}

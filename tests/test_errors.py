@@ -1343,6 +1343,86 @@ for _name, _call, _error, _message in (
     row(f"register: {_name}", _call, _error, f"register: found … {_message}")
 
 
+for _name, _call, _error, _message in (
+    (
+        "state_dict: the pair of a step",
+        lambda i: fa.state_dict(cast(Any, (i.state, None))),
+        TypeError,
+        "state: found tuple",
+    ),
+    (
+        "state_dict: an extra that is a dict",
+        lambda i: fa.state_dict(i.state, loader=cast(Any, {"epoch": 1})),
+        TypeError,
+        "extra/loader: found dict … Remedy: save json.dumps",
+    ),
+    (
+        "state_dict: two leaves of one name",
+        lambda i: fa.state_dict(dataclasses.replace(i.state, params={1: GRID, "1": GRID})),
+        ValueError,
+        "params/1: found two leaves of this name, expected one. Remedy",
+    ),
+    (
+        "load_state_dict: a state",
+        lambda i: fa.load_state_dict(i.state, cast(Any, i.state)),
+        TypeError,
+        "flat: found TrainState",
+    ),
+    (
+        "load_state_dict: no template",
+        lambda i: fa.load_state_dict(cast(Any, {}), {}),
+        TypeError,
+        "template: found dict … init_state",
+    ),
+    ("load_state_dict: empty", lambda i: fa.load_state_dict(i.state, {}), ValueError, "format_version: found nothing"),
+    (
+        "load_state_dict: another model",
+        lambda i: fa.load_state_dict(i.state, fa.state_dict(fa.init_state({"w": GRID}, i.optimizer, i.dynamic))),
+        ValueError,
+        "params/b/0: found nothing, expected torch.float32 of shape (3,) … Remedy: build the template",
+    ),
+    (
+        "save: a state",
+        lambda i: fa.save("x", cast(Any, i.state)),
+        TypeError,
+        "flat: found TrainState … state_dict(state)",
+    ),
+    ("save: a sparse tensor", lambda i: fa.save("x", {"a": SPARSE}), TypeError, "flat['a']: found torch.sparse_coo"),
+    (
+        "load: no file",
+        lambda i: fa.load("no such file"),
+        FileNotFoundError,
+        "no such file: found no such file … Remedy",
+    ),
+    ("load: a file of others", lambda i: fa.load(__file__), ValueError, "test_errors.py: found … not written by save"),
+    (
+        "opt_state_from_torch: the optimizer itself",
+        lambda i: fa.opt_state_from_torch(i.opt_state, cast(Any, torch.optim.Adam(i.module.parameters()))),
+        TypeError,
+        "torch_state: found Adam … Remedy: pass torch_optimizer.state_dict()",
+    ),
+    (
+        "opt_state_from_torch: no names",
+        lambda i: fa.opt_state_from_torch(i.opt_state, torch.optim.Adam(i.module.parameters()).state_dict()),
+        ValueError,
+        "names: found 0 … expected 2 different names … Remedy",
+    ),
+    (
+        "opt_state_to_torch: another optimizer",
+        lambda i: fa.opt_state_to_torch(i.opt_state, torch.optim.RMSprop(i.module.parameters())),
+        TypeError,
+        "torch_optimizer: found RMSprop … Remedy",
+    ),
+    (
+        "DynamicScale: another dict",
+        lambda i: fa.DynamicScale.from_state_dict({"cur_scale": 1.0}),
+        ValueError,
+        "state: found the keys ['cur_scale'] … Remedy",
+    ),
+):
+    row(_name, _call, _error, _message)
+
+
 @pytest.mark.parametrize(("call", "error", "message"), ROWS.values(), ids=ROWS.keys())
 def test_a_bad_input_raises_naming_path_finding_and_remedy_and_writes_nothing(call, error, message):
     inputs = Inputs()
@@ -1520,6 +1600,28 @@ CALLS: dict[str, Callable[[Inputs], tuple[Callable[..., Any], list[Any], dict[st
         lambda *values: fa.to_module(nn.Linear(1, 1), dict(zip(("weight", "bias"), values, strict=True))),
         [torch.ones(1, 1), torch.ones(1)],
         {},
+    ),
+    "state_dict": lambda i: (fa.state_dict, [i.open], {"position": 3}),
+    "load_state_dict": lambda i: (fa.load_state_dict, [i.state, fa.state_dict(i.open)], {}),
+    "load_state_dict entries": lambda i: (
+        lambda **flat: fa.load_state_dict(i.state, flat),
+        [],
+        cast(dict[str, Any], fa.state_dict(i.open)),
+    ),
+    "opt_state_from_torch": lambda i: (
+        fa.opt_state_from_torch,
+        [fa.adam().init(i.module_params), torch.optim.Adam(i.module.parameters()).state_dict(), ["weight", "bias"]],
+        {"applied": 0},
+    ),
+    "opt_state_to_torch": lambda i: (
+        fa.opt_state_to_torch,
+        [fa.adam().init(i.module_params), torch.optim.Adam(i.module.parameters()), ["weight", "bias"]],
+        {},
+    ),
+    "DynamicScale.from_state_dict": lambda i: (
+        lambda **state: fa.update_scale(fa.DynamicScale.from_state_dict(state), GOOD),
+        [],
+        torch.amp.GradScaler("cpu").state_dict(),
     ),
     "unscale": lambda i: (fa.unscale, [i.scaled], {}),
     "update_scale": lambda i: (fa.update_scale, [i.dynamic, GOOD], {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from functional_amp.dtypes import FLOAT32_MAX, FLOAT32_TINY, counted
 from functional_amp.mode import host_readable, stage
 from functional_amp.registry import register, with_fields
 from functional_amp.values import rules
+from functional_amp.values.grad_scaler import grad_scaler_state, scaler_arguments
 from functional_amp.values.rules import check as _check
 
 
@@ -161,6 +163,37 @@ class DynamicScale:
     apex = classmethod(rules.apex)
     jmp = classmethod(rules.jmp)
     flax = classmethod(rules.flax)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> DynamicScale:
+        """Continue where a `torch.amp.GradScaler` stopped.
+
+        An imperative loop over k micro-batches scales loss / k, the composed step scales the loss: GradScaler's
+        scale S acts as S / k here. Pass `{**state, "scale": state["scale"] / k}`.
+
+        Args:
+            state: what `GradScaler.state_dict()` gave.
+
+        Raises:
+            TypeError, ValueError: for another dict, or a scale that is 0, infinite or NaN.
+
+        >>> DynamicScale.from_state_dict(torch.amp.GradScaler("cpu", init_scale=256.0).state_dict()).scale
+        tensor(256.)
+        """
+        return cls(**scaler_arguments(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write the dict that `torch.amp.GradScaler.load_state_dict` takes; multiply its scale by k, see above.
+
+        Reads the scale and the tracker on the host.
+
+        Raises:
+            ValueError: for a hysteresis, a growth delay, a floor or a ceiling, which GradScaler does not have.
+
+        >>> DynamicScale(scale=256.0).state_dict()["scale"]
+        256.0
+        """
+        return grad_scaler_state(self)
 
 
 @dataclass(frozen=True, eq=False, init=False)
