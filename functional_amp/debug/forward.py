@@ -26,9 +26,10 @@ class ModuleRange:
         kind: the name of its class.
         casts: how many non-zero elements were cast to half precision.
         flushed: the share of them that became zero.
-        largest: the largest absolute value of an output in half precision.
-        bits_left: from `largest` to the largest number of the dtype, in powers of two; inf without
-            such an output, negative where one was inf.
+        largest: the largest absolute value of an output in half precision; an infinity that was
+            written on purpose, as into a mask, does not count.
+        bits_left: from `largest` to the largest number of the dtype, in powers of two; inf where all
+            outputs are 0, -inf where an operator made inf or NaN of finite numbers.
     """
 
     module: str
@@ -107,22 +108,37 @@ class ForwardRanges(TorchDispatchMode):
             self._open.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        finite_before = _all_finite((args, kwargs)) if func._schema.is_mutable else None
+        out = func(*args, **kwargs)
+        if "empty" in func.overloadpacket.__name__:  # memory that nobody has written to yet
+            return out
         for tensor in flatten(out).leaves:
             if isinstance(tensor, Tensor) and tensor.dtype in self._dtypes and tensor.numel():
-                self._look(func, args, tensor.detach())
+                self._look(func, args, kwargs, tensor.detach(), finite_before)
         return out
 
-    def _look(self, func: Any, args: tuple[Any, ...], out: Tensor) -> None:
+    def _look(self, func: Any, args: Any, kwargs: Any, out: Tensor, finite_before: bool | None) -> None:
         place = self._open[-1] if self._open else _Place(OUTSIDE, "")
         counts = self._counts.setdefault(place.path, _Counts(place.kind))
-        peak = float(out.abs().max())
-        counts.largest = math.inf if math.isnan(peak) else max(counts.largest, peak)
+        finite = torch.isfinite(out)
+        peak = float(out[finite].abs().max()) if finite.any() else 0.0
+        if not finite.all() and (_all_finite((args, kwargs)) if finite_before is None else finite_before):
+            peak = math.inf  # this operator made it: the -inf of a mask is written on purpose, or only moved
+        counts.largest = max(counts.largest, peak)
         source = args[0] if args and isinstance(args[0], Tensor) else None
         if func is torch.ops.aten._to_copy.default and source is not None and source.dtype not in self._dtypes:
             nonzero = source.detach() != 0
             counts.casts += int(nonzero.sum())
             counts.flushed += int((nonzero & (out == 0)).sum())
+
+
+def _all_finite(arguments: Any) -> bool:
+    """Whether an operator reads floating-point tensors, and neither they nor its numbers hold inf or NaN."""
+    leaves = flatten(arguments).leaves
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, float)]
+    return bool(tensors) and all(map(math.isfinite, numbers)) and all(bool(torch.isfinite(t).all()) for t in tensors)
 
 
 def _edge(counts: _Counts) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from functional_amp.backward import ScaledGrads
 from functional_amp.checks import check_number
 from functional_amp.debug.plots import plot_history
+from functional_amp.debug.table import power
 from functional_amp.sharded import is_sharded
 from functional_amp.state import Metrics, TrainState
 from functional_amp.transform import stage, transformed
@@ -116,7 +117,8 @@ class History:
             return "no window recorded"
         lines = [
             f"{int(self.count)} windows recorded, the last {kept} kept; {kept - skipped} applied, {skipped} skipped",
-            f"loss {_span(columns['loss'])}; norm {_span(columns['grad_norm'])}; scale {_span(columns['scale'])}",
+            f"loss {_span(columns['loss'])}; norm {_span(columns['grad_norm'])}; "
+            f"scale {power(min(columns['scale']))} to {power(max(columns['scale']))}",
         ]
         leaves = self.overflowing_leaves()
         if leaves:

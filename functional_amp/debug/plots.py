@@ -46,20 +46,29 @@ def plot_underflow(report: UnderflowReport, path: str | Path) -> None:
         column = report.scales.index(report.recommended)
         frame = Rectangle((column - 0.5, -0.5), 1, len(leaves), fill=False, ec="black", lw=2, clip_on=False, zorder=5)
         axes.add_patch(frame)
+        align = "left" if column < columns / 4 else "right" if column > 3 * columns / 4 else "center"
         axes.annotate(
             f"recommended {power(report.recommended)}",
-            (column, 1),
+            (column + 0.5 * (align == "right") - 0.5 * (align == "left"), 1),
             (0, 4),
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
-            ha="left" if column < columns / 4 else "right" if column > 3 * columns / 4 else "center",
+            ha=align,
             fontsize=9,
         )
     name = str(report.dtype).removeprefix("torch.")
     figure.suptitle(f"Gradient elements lost in {name}", x=0.01, ha="left", fontsize=12)
-    labels = ["below 0.1 %", *(f"from {step:g} %" for step in STEPS[1:]), "overflow"]
+    labels = ["< 0.1 %", *(f"≥ {step:g} %" for step in STEPS[1:]), "overflow"]
     handles = [Patch(fc=colour, ec="0.6", label=label) for colour, label in zip([*BLUES, ORANGE], labels)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    hatched = {"fc": "0.92", "ec": "0.6", "hatch": "////", "lw": 0}
+    never = [row for row, leaf in enumerate(leaves) if leaf.never > 0.5]
+    for row in never:
+        for column in (column for column, bad in enumerate(leaves[row].overflows) if not bad):
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **hatched))
+    if never:
+        handles.append(Patch(label="never there", **hatched))
+    compact: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 1.2, "columnspacing": 1.2}
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), **compact)
     figure.savefig(path)
 
 
@@ -106,7 +115,8 @@ def plot_history(columns: dict[str, list[Any]], path: str | Path) -> None:
     skipped = [window for window, applied in zip(windows, columns["applied"]) if not applied]
     panels = figure.subplots(3, sharex=True, height_ratios=(3, 2, 2))
     top, middle, bottom = panels
-    top.plot(windows, _finite(columns["loss"]), color=COLOURS[0], lw=1.2)
+    line: dict[str, Any] = {"lw": 1.2, "marker": ".", "ms": 3}  # a line alone would hide what lies between two gaps
+    top.plot(windows, _finite(columns["loss"]), color=COLOURS[0], **line)
     top.set_ylabel("loss")
 
     scales = [math.log2(scale) for scale in columns["scale"]]
@@ -119,7 +129,7 @@ def plot_history(columns: dict[str, list[Any]], path: str | Path) -> None:
     _integers(middle)
 
     norms = [norm if norm > 0 else math.nan for norm in _finite(columns["grad_norm"])]
-    bottom.plot(windows, norms, color=COLOURS[3], lw=1.2)
+    bottom.plot(windows, norms, color=COLOURS[3], **line)
     if any(norm > 0 for norm in norms):
         bottom.set_yscale("log")
     bottom.set_ylabel("gradient norm")

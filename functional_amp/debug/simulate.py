@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from functional_amp.checks import check_number
-from functional_amp.debug.table import power, table
+from functional_amp.debug.table import power
 from functional_amp.scaler import Scaler, check_scaler, update_scale
 
 
@@ -38,14 +38,12 @@ class Trajectory:
         return sum(self.overflows)
 
     def __str__(self) -> str:
-        rows = [
-            ["windows", str(len(self.scales))],
-            ["skipped", f"{self.skipped} ({self.skipped / len(self.scales):.1%})" if self.scales else "0"],
-            ["lowest scale", power(min(self.scales)) if self.scales else "-"],
-            ["highest scale", power(max(self.scales)) if self.scales else "-"],
-            ["scale after it", power(float(self.scaler.scale))],
-        ]
-        return table([self.name, ""], rows)
+        if not self.scales:
+            return f"{self.name}: no window"
+        return (
+            f"{self.name}: {len(self.scales)} windows, {self.skipped} skipped ({self.skipped / len(self.scales):.1%}); "
+            f"scale from {power(min(self.scales))} to {power(max(self.scales))}, then {power(float(self.scaler.scale))}"
+        )
 
 
 def simulate(

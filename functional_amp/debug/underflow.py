@@ -262,12 +262,21 @@ def _check(params: PyTree, dtype: torch.dtype, scales: Sequence[float] | None) -
 
 
 def _gradients(report: UnderflowReport) -> str:
-    rows = []
-    for leaf in report.leaves:
-        cells = ["∞" if bad else percent(share) for share, bad in zip(leaf.lost, leaf.overflows)]
-        rows.append([leaf.path, f"{leaf.largest:.1e}", percent(leaf.never), f"{leaf.headroom:.0f}", *cells])
+    def narrow(cells: list[str]) -> str:
+        return " ".join(cell.rjust(3) for cell in cells)
+
     marks = [power(s).removeprefix("2^") + ("*" if s == report.recommended else "") for s in report.scales]
-    return table(["leaf \\ log2 of the scale", "largest", "never", "bits left", *marks], rows)
+    rows = [
+        [
+            leaf.path,
+            f"{leaf.largest:.1e}",
+            percent(leaf.never),
+            f"{leaf.headroom:.0f}",
+            narrow(["∞" if bad else percent(share) for share, bad in zip(leaf.lost, leaf.overflows)]),
+        ]
+        for leaf in report.leaves
+    ]
+    return table(["leaf \\ log2 of the scale", "largest", "never", "bits left", narrow(marks)], rows)
 
 
 def _forward(report: UnderflowReport) -> str:
