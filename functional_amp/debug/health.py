@@ -53,7 +53,7 @@ def check_health(
         skips in a row   more windows than `max_skipped` were skipped, one after the other
         floor            the scale is at its `min_scale` and windows are still skipped
         ceiling          the scale can't grow any more
-        scale below 1    and windows are still skipped
+        scale below 1    and windows are still skipped, though no more than `max_skipped`
         state            parameters, buffers or optimizer state are not finite
         norm             it is not finite though the gradients are, or it is NaN in three windows in a row
         loss             it is not finite though the gradients are
@@ -84,7 +84,7 @@ def check_health(
     findings = skips_in_a_row(state, max_skipped)
     if not (history is None or isinstance(history, (History, Metrics))):
         raise TypeError(f"history: found {type(history).__name__}, expected a History, the Metrics of a step or None.")
-    findings += [*_of_scale(state), *_of_tensors(state), *_of_windows(history)]
+    findings += [*_of_scale(state, stuck=bool(findings)), *_of_tensors(state), *_of_windows(history)]
     findings.sort(key=lambda finding: finding.level != "error")
     errors = [finding for finding in findings if finding.level == "error"]
     if raise_ and errors:
@@ -110,15 +110,15 @@ def skips_in_a_row(state: TrainState, max_skipped: int) -> list[Finding]:
     return [Finding("skips in a row", "error", "certain", found, advice)]
 
 
-def _of_scale(state: TrainState) -> list[Finding]:
+def _of_scale(state: TrainState, stuck: bool) -> list[Finding]:
     skipped, scale, _ = _of_worst(state)
     floor = getattr(state.scaler, "min_scale", 0.0)
     if scale <= floor and skipped:
         found = f"the scale is at its floor, {power(floor)}, and windows are still skipped ({skipped} in a row)."
         advice = f"{EXPLAIN}: it tells the largest scale that works, or that none does."
         return [Finding("floor", "error", "certain", found, advice)]
-    if scale < 1 and skipped:
-        found = f"the scale is {power(scale)} and windows are still skipped: the gradients overflow unscaled."
+    if scale < 1 and skipped and not stuck:
+        found = f"the scale is {power(scale)} and windows are still skipped: the gradients overflow without any scale."
         advice = f"{EXPLAIN}. A loss that is a sum where a mean was meant has such gradients."
         return [Finding("scale below 1", "error", "likely", found, advice)]
     return _ceiling(state.scaler)

@@ -17,7 +17,7 @@ from functional_amp.debug.plots import plot_history
 from functional_amp.debug.table import power
 from functional_amp.sharded import is_sharded
 from functional_amp.state import Metrics, TrainState
-from functional_amp.transform import stage, transformed
+from functional_amp.transform import transformed
 from functional_amp.tree import flatten_tensors, is_differentiable, like, paths, register, with_fields
 from functional_amp.unscale import largest
 
@@ -158,7 +158,7 @@ def init_history(state: TrainState, n: int = 1024) -> History:
     )
 
 
-@stage
+@torch.no_grad()
 def record(history: History, metrics: Metrics, nonfinite: Tensor | None = None) -> History:
     """Append a window: pure, without a host read, in eager mode or in a graph.
 
@@ -189,7 +189,9 @@ def record(history: History, metrics: Metrics, nonfinite: Tensor | None = None) 
     if not isinstance(metrics, Metrics):
         raise TypeError(f"metrics: found {type(metrics).__name__}, expected the Metrics that step.update returns.")
     values = (metrics.loss, metrics.grad_norm, metrics.scale, metrics.finite, applied(metrics))
-    row = torch.stack([like(value, history.rows).to(torch.float32) for value in values])
+    # Only where needed: a `to` that changes nothing takes as long as half a kernel.
+    row = torch.stack([value if value.dtype == torch.float32 else value.to(torch.float32) for value in values])
+    row = like(row, history.rows) if row.device != history.rows.device else row
     rows = torch.cat([history.rows[1:], row[None]])
     overflows = history.overflows
     if nonfinite is not None:
@@ -197,7 +199,7 @@ def record(history: History, metrics: Metrics, nonfinite: Tensor | None = None) 
     return with_fields(history, rows=rows, overflows=overflows, count=history.count + 1)
 
 
-@stage
+@torch.no_grad()
 def nonfinite_leaves(grads: ScaledGrads) -> Tensor:
     """Tell for each gradient leaf whether it holds inf or NaN, without a host read.
 

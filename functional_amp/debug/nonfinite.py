@@ -98,14 +98,8 @@ def nonfinite_report(tree: ScaledGrads | PyTree) -> NonfiniteReport:
     >>> report.found, report.leaves[0].path, report.leaves[0].first
     (True, 'b.0', (1,))
     """
-    tree = tree.tree if isinstance(tree, ScaledGrads) else tree
-    named = [
-        (path, leaf)
-        for path, leaf in zip(paths(tree), flatten_tensors(tree, "tree").leaves, strict=True)
-        if is_differentiable(leaf)
-    ]
-    leaves = [_count(path, leaf) for path, leaf in named if not torch.isfinite(largest([leaf]))]
-    return NonfiniteReport(tuple(leaves), len(named))
+    bad, checked = _nonfinite(tree)
+    return NonfiniteReport(tuple(_count(path, leaf) for path, leaf in bad), checked)
 
 
 def nonfinite_paths(tree: ScaledGrads | PyTree) -> list[str]:
@@ -121,7 +115,15 @@ def nonfinite_paths(tree: ScaledGrads | PyTree) -> list[str]:
     >>> nonfinite_paths({"a": torch.ones(1), "b": [torch.tensor([float("nan")])]})
     ['b.0']
     """
-    return [leaf.path for leaf in nonfinite_report(tree).leaves]
+    return [path for path, _ in _nonfinite(tree)[0]]
+
+
+def _nonfinite(tree: ScaledGrads | PyTree) -> tuple[list[tuple[str, Tensor]], int]:
+    """The leaves that are not finite, and how many were looked at."""
+    tree = tree.tree if isinstance(tree, ScaledGrads) else tree
+    named = zip(paths(tree), flatten_tensors(tree, "tree").leaves, strict=True)
+    floating = [(path, leaf) for path, leaf in named if is_differentiable(leaf)]
+    return [(path, leaf) for path, leaf in floating if not torch.isfinite(largest([leaf]))], len(floating)
 
 
 def _count(path: str, leaf: Tensor) -> NonfiniteLeaf:
