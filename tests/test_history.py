@@ -148,6 +148,25 @@ def test_flags_of_each_dtype(dtype: torch.dtype, bad: float):
     assert nonfinite_leaves(fa.ScaledGrads(tree, 8.0)).tolist() == [True, False, False, False, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_flags_by_the_kernels_of_a_gpu(dtype: torch.dtype, bad: float, monkeypatch: pytest.MonkeyPatch):
+    """The foreach norm in float64, which runs on a CPU as well."""
+    monkeypatch.setattr("functional_amp.debug.flags._take_foreach", lambda leaves: True)
+    top = torch.full((4096,), torch.finfo(dtype).max, dtype=dtype)
+    tree = {"bad": torch.tensor([1.0, bad], dtype=dtype), "empty": top[:0], "none": None, "top": top, "zero": 0 * top}
+    assert nonfinite_leaves(fa.ScaledGrads(tree, 8.0)).tolist() == [True, False, False, False, False]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_flags_on_a_gpu(bad: float):
+    tree = {"bad": torch.tensor([1.0, bad]).cuda(), "half": torch.full((9,), 65504.0).half().cuda(), "none": None}
+    flags = nonfinite_leaves(fa.ScaledGrads(tree, torch.tensor(8.0).cuda()))
+    assert flags.is_cuda and flags.tolist() == [True, False, False]
+
+
 def test_missing_and_integer_leaves_keep_their_places():
     params = {"a": torch.ones(2), "frozen": None, "steps": torch.arange(2), "z": torch.ones(1)}
     step = fa.make_step(lambda p, x: (p["a"] * x).sum() + p["z"].sum() * x.sum(), OPTIMIZER)

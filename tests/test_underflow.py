@@ -17,6 +17,7 @@ from torch.nn.modules import module as global_hooks
 import functional_amp as fa
 from functional_amp.debug import LeafRange, UnderflowReport, underflow_report
 from functional_amp.tree import flatten
+from tests.models import PROBLEMS
 
 F16 = torch.float16
 
@@ -146,6 +147,21 @@ def test_the_key_bias_of_attention_is_never_and_not_underflow(weight: float):
             assert leaf.never < 0.05
     lost = {leaf.path: leaf.lost[0] for leaf in report.leaves}
     assert (lost["1.query.bias"] > 0.3) == (weight == 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
+def test_gradients_that_are_zero_by_algebra_are_never(dtype: torch.dtype):
+    """BatchNorm subtracts the mean, and with it the bias before it; a fused qkv has its keys' bias as its middle third."""
+    problem = PROBLEMS["conv_net"]()
+    report = underflow_report(
+        lambda p, b: problem.loss_fn(p, b, problem.buffers), problem.params, problem.batch(0), dtype=dtype
+    )
+    never = {leaf.path: leaf.never for leaf in report.leaves}
+    assert never["first.0.bias"] == never["second.0.bias"] == 1.0 and never["head.bias"] == 0.0
+    assert all(max(leaf.lost) == 0.0 for leaf in report.leaves if leaf.path.endswith("0.bias"))
+    problem = PROBLEMS["transformer"]()
+    report = underflow_report(problem.loss_fn, problem.params, problem.batch(0), dtype=dtype)
+    assert {leaf.path: leaf.never for leaf in report.leaves}["qkv.bias"] == pytest.approx(1 / 3)
 
 
 def test_bfloat16_loses_nothing_at_any_scale():

@@ -1,10 +1,10 @@
 """Looking at a run from the host: why it skips, where its numbers die, and what to do about it."""
 
+from functional_amp.debug.flags import nonfinite_leaves as nonfinite_leaves
 from functional_amp.debug.health import Finding as Finding
 from functional_amp.debug.health import check_health as check_health
 from functional_amp.debug.history import History as History
 from functional_amp.debug.history import init_history as init_history
-from functional_amp.debug.history import nonfinite_leaves as nonfinite_leaves
 from functional_amp.debug.history import record as record
 from functional_amp.debug.nonfinite import NonfiniteLeaf as NonfiniteLeaf
 from functional_amp.debug.nonfinite import NonfiniteReport as NonfiniteReport

@@ -11,15 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.backward import ScaledGrads
 from functional_amp.checks import check_number
 from functional_amp.debug.plots import plot_history
 from functional_amp.debug.table import power
-from functional_amp.sharded import is_sharded
 from functional_amp.state import Metrics, TrainState
-from functional_amp.transform import transformed
-from functional_amp.tree import flatten_tensors, is_differentiable, like, paths, register, with_fields
-from functional_amp.unscale import largest
+from functional_amp.tree import like, paths, register, with_fields
 
 COLUMNS = ("loss", "grad_norm", "scale", "finite", "applied")
 
@@ -199,64 +195,10 @@ def record(history: History, metrics: Metrics, nonfinite: Tensor | None = None) 
     return with_fields(history, rows=rows, overflows=overflows, count=history.count + 1)
 
 
-@torch.no_grad()
-def nonfinite_leaves(grads: ScaledGrads) -> Tensor:
-    """Tell for each gradient leaf whether it holds inf or NaN, without a host read.
-
-    It reads the gradients once: about what their norm costs. Take it from the open window, before
-    `step.update` closes it:
-
-        state = step.accumulate(state, micro_batch)
-        nonfinite = nonfinite_leaves(state.window.grads)
-        state, metrics = step.update(state)
-        history = record(history, metrics, nonfinite)
-
-    Args:
-        grads: the sum of a window, as it is stored: with its scale on it.
-
-    Returns:
-        Bool, [leaves]. False for leaves that are missing (None) or integers.
-
-    Raises:
-        TypeError: for anything but ScaledGrads.
-
-    >>> nonfinite_leaves(ScaledGrads({"a": torch.ones(2), "b": torch.tensor([math.inf])}, 8.0))
-    tensor([False,  True])
-    """
-    if not isinstance(grads, ScaledGrads):
-        raise TypeError(f"grads: found {type(grads).__name__}, expected the ScaledGrads of a window: window.grads.")
-    leaves = [
-        leaf.detach() if is_differentiable(leaf) else None for leaf in flatten_tensors(grads.tree, "grads").leaves
-    ]
-    zero = torch.zeros((), device=grads.scale.device)
-    bounds = [(zero, zero) if pair is None else pair for pair in _bounds(leaves)]
-    low, high = (torch.stack([like(bound, zero) for bound in side]) for side in zip(*bounds))
-    return ~(torch.isfinite(low) & torch.isfinite(high))
-
-
 def applied(metrics: Metrics) -> Tensor:
     """Whether the window moved the parameters: its gradients were finite, and it had weight."""
     flag = getattr(metrics, "applied", None)
     return metrics.finite & (metrics.weight > 0) if flag is None else flag
-
-
-def _bounds(leaves: list[Tensor | None]) -> list[tuple[Tensor, Tensor] | None]:
-    """Two numbers of each leaf that are finite if and only if its elements are."""
-    present = [leaf for leaf in leaves if leaf is not None]
-    plain = [type(leaf) is Tensor and leaf.is_floating_point() and leaf.numel() > 0 for leaf in present]
-    if all(plain) and all([leaf.is_cuda for leaf in present]) and not transformed():
-        peaks = iter(torch._foreach_norm(present, math.inf))  # a few kernels for all leaves
-        return [None if leaf is None else (peak := next(peaks), peak) for leaf in leaves]
-    return [None if leaf is None else _bounds_of(leaf) for leaf in leaves]
-
-
-def _bounds_of(leaf: Tensor) -> tuple[Tensor, Tensor]:
-    simple = leaf.is_floating_point() and leaf.dtype.itemsize > 1 and leaf.numel() > 0 and not is_sharded(leaf)
-    if not simple:
-        peak = largest([leaf])
-        return peak, peak
-    low, high = torch.aminmax(leaf)
-    return low, high
 
 
 def _checked(nonfinite: Any, overflows: Tensor) -> Tensor:

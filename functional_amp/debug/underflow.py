@@ -119,7 +119,7 @@ def underflow_report(
 
     Args:
         loss_fn: `loss_fn(params, batch)`, in float32: before `autocast` or `with_policy`. Bind further
-            arguments, as buffers: `lambda params, batch: loss_fn(params, batch, buffers)[0]`.
+            arguments, as buffers: `lambda params, batch: loss_fn(params, batch, buffers)`.
         params: a pytree of float32 tensors.
         batch: one micro-batch.
         dtype: float16 or bfloat16.
