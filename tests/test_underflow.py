@@ -151,7 +151,7 @@ def test_the_key_bias_of_attention_is_never_and_not_underflow(weight: float):
 
 @pytest.mark.parametrize("dtype", [F16, torch.bfloat16])
 def test_gradients_that_are_zero_by_algebra_are_never(dtype: torch.dtype):
-    """BatchNorm subtracts the mean, and with it the bias before it; a fused qkv has its keys' bias as its middle third."""
+    """BatchNorm subtracts the bias before it with the mean; the keys' bias is the middle third of a fused one."""
     problem = PROBLEMS["conv_net"]()
     report = underflow_report(
         lambda p, b: problem.loss_fn(p, b, problem.buffers), problem.params, problem.batch(0), dtype=dtype
