@@ -116,6 +116,13 @@ def test_recording_changes_no_history_that_was_given():
     assert not storages & {leaf.untyped_storage().data_ptr() for leaf in flatten(after).leaves}
 
 
+def test_a_history_keeps_no_graph_alive():
+    loss = torch.ones((), requires_grad=True) * 2
+    _, metrics = STEP(start(), [torch.ones(2)])
+    after = record(init_history(start()), metrics._replace(loss=loss))
+    assert not any(leaf.requires_grad for leaf in flatten(after).leaves) and after.to_dict()["loss"] == [2.0]
+
+
 @given(st.data())
 def test_flags_are_those_of_isfinite_for_any_gradients(data: st.DataObject):
     grads = data.draw(gradients(nonfinite=True))

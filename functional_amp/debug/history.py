@@ -15,7 +15,7 @@ from functional_amp.checks import check_number
 from functional_amp.debug.plots import plot_history
 from functional_amp.debug.table import power
 from functional_amp.state import Metrics, TrainState
-from functional_amp.tree import like, paths, register, with_fields
+from functional_amp.tree import like, paths, register
 
 COLUMNS = ("loss", "grad_norm", "scale", "finite", "applied")
 
@@ -29,7 +29,7 @@ class History:
             where nothing has been recorded yet.
         overflows: int32, [leaves]: in how many windows the gradient of each leaf of the parameters
             held inf or NaN; 0 for a leaf that has none (None, integers).
-        count: int32, 0-dim: the windows recorded so far.
+        count: int64, 0-dim: the windows recorded so far.
         paths: the path of each leaf; static.
 
     `record` writes it without a host read. `to_dict`, `to_csv`, `to_tensorboard`, `plot` and
@@ -149,12 +149,11 @@ def init_history(state: TrainState, n: int = 1024) -> History:
     return History(
         rows=scale.new_full((n, len(COLUMNS)), math.nan),
         overflows=torch.zeros(len(names), dtype=torch.int32, device=scale.device),
-        count=torch.zeros((), dtype=torch.int32, device=scale.device),
+        count=torch.zeros((), dtype=torch.int64, device=scale.device),
         paths=names,
     )
 
 
-@torch.no_grad()
 def record(history: History, metrics: Metrics, nonfinite: Tensor | None = None) -> History:
     """Append a window: pure, without a host read, in eager mode or in a graph.
 
@@ -185,14 +184,18 @@ def record(history: History, metrics: Metrics, nonfinite: Tensor | None = None) 
     if not isinstance(metrics, Metrics):
         raise TypeError(f"metrics: found {type(metrics).__name__}, expected the Metrics that step.update returns.")
     values = (metrics.loss, metrics.grad_norm, metrics.scale, metrics.finite, applied(metrics))
-    # Only where needed: a `to` that changes nothing takes as long as half a kernel.
+    # Only where needed: a `to` that changes nothing takes as long as half a kernel, and so does `no_grad`.
     row = torch.stack([value if value.dtype == torch.float32 else value.to(torch.float32) for value in values])
-    row = like(row, history.rows) if row.device != history.rows.device else row
-    rows = torch.cat([history.rows[1:], row[None]])
-    overflows = history.overflows
-    if nonfinite is not None:
-        overflows = overflows + _checked(nonfinite, overflows)
-    return with_fields(history, rows=rows, overflows=overflows, count=history.count + 1)
+    row = row.detach() if row.requires_grad else row
+    row = row if row.device == history.rows.device else like(row, history.rows)
+    return History(
+        rows=torch.cat([history.rows[1:], row[None]]),
+        overflows=history.overflows
+        if nonfinite is None
+        else history.overflows + _checked(nonfinite, history.overflows),
+        count=history.count + 1,
+        paths=history.paths,
+    )
 
 
 def applied(metrics: Metrics) -> Tensor:
