@@ -16,7 +16,7 @@ from functional_amp.scaler import FLOAT32_MAX
 from functional_amp.state import Metrics, TrainState
 
 EXPLAIN = "Run explain(loss_fn, state, window) on a window that was skipped"
-NAN_WINDOWS = 3  # an overflow gives inf or NaN; the same NaN at three scales in a row comes from elsewhere
+NAN_WINDOWS = 3  # one bad batch is not a bad run
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def check_health(
         ceiling          the scale can't grow any more
         scale below 1    and windows are still skipped, though no more than `max_skipped`
         state            parameters, buffers or optimizer state are not finite
-        norm             it is not finite though the gradients are, or it is NaN in three windows in a row
+        norm             it is not finite though the gradients are, or NaN three times in a row at a scale <= 1
         loss             it is not finite though the gradients are
 
     Args:
@@ -74,7 +74,7 @@ def check_health(
         TypeError, ValueError: for an argument of the wrong type, a max_skipped below 0.
 
     >>> import torch
-    >>> from functional_amp import DynamicScale, init_state, sgd
+    >>> from functional_amp import init_state, sgd
     >>> check_health(init_state(torch.ones(1), sgd(0.1)))
     []
     >>> state = init_state(torch.tensor([float("inf")]), sgd(0.1))
@@ -113,11 +113,13 @@ def skips_in_a_row(state: TrainState, max_skipped: int) -> list[Finding]:
 def _of_scale(state: TrainState, stuck: bool) -> list[Finding]:
     skipped, scale, _ = _of_worst(state)
     floor = getattr(state.scaler, "min_scale", 0.0)
-    if scale <= floor and skipped:
+    if skipped < 2:  # one bad batch, or a scale that has just been lowered and not tried yet
+        return _ceiling(state.scaler)
+    if scale <= floor:
         found = f"the scale is at its floor, {power(floor)}, and windows are still skipped ({skipped} in a row)."
         advice = f"{EXPLAIN}: it tells the largest scale that works, or that none does."
         return [Finding("floor", "error", "certain", found, advice)]
-    if scale < 1 and skipped and not stuck:
+    if scale < 1 and not stuck:
         found = f"the scale is {power(scale)} and windows are still skipped: the gradients overflow without any scale."
         advice = f"{EXPLAIN}. A loss that is a sum where a mean was meant has such gradients."
         return [Finding("scale below 1", "error", "likely", found, advice)]
@@ -170,10 +172,11 @@ def _of_windows(history: History | Metrics | None) -> list[Finding]:
         )
         findings.append(Finding("norm", "warning", "certain", found, advice))
     recent = windows[-NAN_WINDOWS:]
-    if len(recent) == NAN_WINDOWS and all(math.isnan(window["grad_norm"]) for window in recent):
-        found = f"the norm was NaN in {NAN_WINDOWS} windows in a row, at scales down to {power(last['scale'])}."
-        advice = f"{EXPLAIN}: NaN often comes from elsewhere than the scale."
-        findings.append(Finding("norm", "warning", "possible", found, advice))
+    nan = len(recent) == NAN_WINDOWS and all(math.isnan(window["grad_norm"]) for window in recent)
+    if nan and last["scale"] <= 1:
+        found = f"the norm was NaN in {NAN_WINDOWS} windows in a row, the last at a scale of {power(last['scale'])}."
+        advice = f"{EXPLAIN}: without scaling, NaN comes from the data, the parameters or the loss."
+        findings.append(Finding("norm", "error", "likely", found, advice))
     if finite and not math.isfinite(loss):
         found = f"the loss of the last window is {loss:g} though its gradients are finite: it was applied."
         advice = "Look at what the loss adds outside the graph (detached terms, masked items) and at the data."
