@@ -16,6 +16,7 @@ from torch.nn.modules import module as global_hooks
 
 import functional_amp as fa
 from functional_amp.debug import LeafRange, UnderflowReport, underflow_report
+from functional_amp.debug.plots import BLUES, labels_of
 from functional_amp.tree import flatten
 from tests.models import PROBLEMS
 
@@ -355,6 +356,26 @@ def test_labels_of_the_picture_do_not_overlap_and_stay_within_800_pixels(
         assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
 
 
+@pytest.mark.parametrize(
+    ("paths", "labels"),
+    [
+        (["w"], ["w"]),
+        (["a.b", "a.c"], ["b", "c"]),
+        (["a.b", "a.b.c"], ["b", "b.c"]),
+        (["block.1.w", "block.10.w"], ["1.w", "10.w"]),
+        (["<root>"], ["<root>"]),
+        ([], []),
+    ],
+)
+def test_labels_leave_out_what_all_paths_begin_with(paths: list[str], labels: list[str]):
+    assert labels_of(paths) == labels
+
+
+def test_labels_of_many_layers_are_short_and_differ():
+    labels = labels_of([f"model.decoder.layers.{i}.self_attention.output_projection.weight" for i in range(40)])
+    assert len(set(labels)) == 40 and all(len(label) <= 35 for label in labels)
+
+
 def test_the_colours_of_the_picture_are_those_of_the_shares(drawn: list[Any], tmp_path: Path):
     """One leaf, lost from 2**0 to 2**4 and inf at 2**46: dark, light, orange."""
     report = report_of(2.0**-30, scales=[1.0, 2.0**4, 2.0**10, 2.0**46])
@@ -373,8 +394,6 @@ def test_the_colours_of_the_picture_are_those_of_the_shares(drawn: list[Any], tm
 def test_the_steps_of_blue_begin_at_0_01_1_5_25_and_50_percent(
     drawn: list[Any], tmp_path: Path, share: float, blue: int
 ):
-    from functional_amp.debug.plots import BLUES
-
     leaf = LeafRange("w", 1000, 1.0, (share, 0.0), 0.0, (0, 0), 1.0)
     UnderflowReport(F16, (1.0, 2.0), (leaf,), (), (share, 0.0), 1.0).plot(tmp_path / "underflow.png")
     mesh = drawn[0].axes[0].collections[0]

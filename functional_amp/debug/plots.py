@@ -38,7 +38,7 @@ def plot_underflow(report: UnderflowReport, path: str | Path) -> None:
     if leaves:
         axes.pcolormesh(range(columns), range(len(leaves)), values, cmap=colours, norm=norm, edgecolors="w", lw=0.6)
     axes.set_ylim(len(leaves) - 0.5, -0.5)  # the first leaf on top
-    axes.set_yticks(range(len(leaves)), [_shortened(leaf.path) for leaf in leaves], fontsize=9)
+    axes.set_yticks(range(len(leaves)), labels_of([leaf.path for leaf in leaves]), fontsize=9)
     every = math.ceil(columns / 16)
     axes.set_xticks(range(0, columns, every), [_exponent(s) for s in report.scales[::every]], fontsize=9)
     axes.set_xlabel("log2 of the loss scale")
@@ -167,5 +167,16 @@ def _exponent(scale: float) -> str:
     return f"{exponent:.0f}" if exponent.is_integer() else f"{exponent:.1f}"
 
 
-def _shortened(path: str) -> str:
-    return path if len(path) <= LONGEST_LABEL else "…" + path[-(LONGEST_LABEL - 1) :]
+def labels_of(paths: Sequence[str]) -> list[str]:
+    """Paths without what all begin with, and the long ones without their middle: the ends tell layers apart.
+
+    >>> labels_of(["model.blocks.0.weight", "model.blocks.1.self_attention.output_projection.weight"])
+    ['0.weight', '1.self_attention.…projection.weight']
+    """
+    split = [path.split(".") for path in paths]
+    shared = 0
+    while len(split) > 1 and len({tuple(parts[: shared + 1]) for parts in split}) == 1 < len(split[0]) - shared:
+        shared += 1
+    half = LONGEST_LABEL // 2
+    labels = [".".join(parts[shared:]) for parts in split]
+    return [label if len(label) <= LONGEST_LABEL else f"{label[:half]}…{label[-half:]}" for label in labels]
