@@ -362,6 +362,7 @@ def test_labels_of_the_picture_do_not_overlap_and_stay_within_800_pixels(
         (["w"], ["w"]),
         (["a.b", "a.c"], ["b", "c"]),
         (["a.b", "a.b.c"], ["b", "b.c"]),
+        (["a.b.c", "a.b"], ["b.c", "b"]),
         (["block.1.w", "block.10.w"], ["1.w", "10.w"]),
         (["<root>"], ["<root>"]),
         ([], []),

@@ -175,7 +175,8 @@ def labels_of(paths: Sequence[str]) -> list[str]:
     """
     split = [path.split(".") for path in paths]
     shared = 0
-    while len(split) > 1 and len({tuple(parts[: shared + 1]) for parts in split}) == 1 < len(split[0]) - shared:
+    most = min(map(len, split)) - 1 if len(split) > 1 else 0  # the last part always stays
+    while shared < most and len({tuple(parts[: shared + 1]) for parts in split}) == 1:
         shared += 1
     half = LONGEST_LABEL // 2
     labels = [".".join(parts[shared:]) for parts in split]
