@@ -206,6 +206,7 @@ def test_nothing_is_read_on_the_host_and_all_runs_under_fake_tensors():
             assert isinstance(new, FakeTensor) and (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_the_step_and_its_history_compile_to_one_graph_that_is_never_made_again(donate: bool, fresh_dynamo: None):
     step = fa.make_step(loss_fn, OPTIMIZER, donate=donate)
