@@ -1,0 +1,243 @@
+"""Who is to blame for a value that is not finite: an operator itself, or one of its inputs.
+
+    an input is to blame       where some finite replacement of its bad elements leaves fewer bad outputs
+    the operator is to blame   where no replacement of all its bad inputs leaves none
+
+"The first operator with a bad output" would be a mask, or a division whose result is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from functional_amp.debug.locate import Place
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a tensor held.
+
+    Attributes:
+        name: the leaf (`params.head.weight`), or the operator's name of the argument.
+        low, high: of its finite elements; NaN without any.
+        nan, inf: how many elements are.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    nan: int
+    inf: int
+
+    def __str__(self) -> str:
+        counts = "".join(f", {count} {kind}" for count, kind in ((self.nan, "NaN"), (self.inf, "inf")) if count)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} in [{self.low:.4g}, {self.high:.4g}]{counts}"
+
+
+@dataclass(eq=False)
+class Outside:
+    """A tensor that was not finite before the loss function touched it.
+
+    Attributes:
+        name: its path (`params.w`, `batch.0`, `buffers.mean`), or "" for a constant of the loss function.
+    """
+
+    name: str
+    range: Range
+    index: int = -1
+
+
+@dataclass(eq=False)
+class Event:
+    """An operator that gave a value that is not finite.
+
+    Attributes:
+        index: its place in the order of time.
+        phase: forward, backward, accumulate, unscale or norm.
+        itself: whether the operator is to blame.
+        parents: the origins of the inputs that are to blame.
+        written: whether it wrote an infinity on purpose (a fill, a mask), or only moved one that was.
+        inputs, output: their ranges; only where the event may be a root.
+    """
+
+    index: int
+    phase: str
+    micro_batch: int
+    operator: str
+    node: str
+    place: Place
+    has_nan: bool
+    itself: bool
+    parents: list[Origin]
+    written: bool
+    inputs: tuple[Range, ...] = ()
+    output: Range | None = None
+
+
+Origin: TypeAlias = Outside | Event
+
+# An infinity that passes through these is still the one that somebody wrote.
+_MOVES = frozenset(
+    "add add_ alias amax amin cat clamp clamp_ clone constant_pad_nd copy copy_ cummax cummin diagonal div div_ "
+    "expand fill fill_ flip gather index index_copy index_fill index_put index_put_ index_select lift_fresh_copy "
+    "masked_fill masked_fill_ masked_scatter max maximum min minimum mul mul_ neg new_full permute repeat roll "
+    "rsub scatter select slice sort stack sub sub_ _to_copy _unsafe_view to topk tril tril_ triu triu_ where".split()
+)
+# These are what a mask is made for: where one of them gives NaN, the mask is wrong, not the number in it.
+_MASKED = frozenset("_softmax _log_softmax logsumexp logaddexp exp exp_ sub sub_ add add_".split())
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_fused_sdp")
+
+
+def range_of(tensor: Tensor, name: str) -> Range:
+    """The range of a tensor; of complex numbers, of their parts."""
+    values = tensor.detach()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    values = values.double() if values.device.type != "mps" else values.float()
+    finite = values[torch.isfinite(values)]
+    low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (torch.nan, torch.nan)
+    nan, inf = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
+    return Range(name, tensor.dtype, tuple(tensor.shape), low, high, nan, inf)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has neither inf nor NaN. Integers, and tensors without plain memory, count as finite."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return True
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return True
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    values = values.float() if values.dtype.itemsize == 1 else values
+    # A finite sum proves it, and is the fastest to take. One that overflowed proves nothing.
+    if torch.isfinite(values.sum()).item():
+        return True
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def count_bad(tensors: Sequence[Tensor]) -> int:
+    return sum(int((~torch.isfinite(t)).sum()) for t in tensors if t.is_floating_point() or t.is_complex())
+
+
+def blame(
+    rerun: Callable[[dict[int, Tensor]], list[Tensor] | None], inputs: dict[int, Tensor], outputs: Sequence[Tensor]
+) -> tuple[list[int], bool]:
+    """Tries an operator again with its bad inputs made finite.
+
+    Args:
+        rerun: gives the operator's outputs with some inputs replaced, or None where it can't run.
+        inputs: the inputs that are not finite.
+        outputs: the outputs that are not finite.
+
+    Returns:
+        The inputs that are to blame, and whether the operator is.
+    """
+    bad = count_bad(outputs)
+
+    def left(suspects: list[int]) -> int:
+        """The fewest bad outputs that any replacement of these inputs leaves."""
+        fewest = bad
+        for replace in _REPLACEMENTS:
+            tried = rerun({suspect: replace(inputs[suspect]) for suspect in suspects})
+            fewest = fewest if tried is None else min(fewest, count_bad(tried))
+            if not fewest:
+                break
+        return fewest
+
+    everything = list(inputs)
+    healed = left(everything)
+    if len(everything) == 1:
+        return (everything, healed > 0) if healed < bad else ([], True)
+    to_blame = [suspect for suspect in everything if left([suspect]) < bad]
+    # Each of two bad inputs may be enough: neither heals alone.
+    return (to_blame if to_blame or healed == bad else everything), healed > 0
+
+
+def _signed(magnitude: Callable[[Tensor], float]) -> Callable[[Tensor], Tensor]:
+    def replace(tensor: Tensor) -> Tensor:
+        value = magnitude(tensor)
+        return torch.nan_to_num(tensor, nan=value, posinf=value, neginf=-value)
+
+    return replace
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[torch.isfinite(tensor)]
+    return float(finite.abs().max()) if finite.numel() and not tensor.is_complex() else 1.0
+
+
+# log(-1), 1 / 0 and exp(max) are bad by themselves: what heals any operator that was not to blame is among these.
+_REPLACEMENTS = (
+    _signed(lambda tensor: 1.0),
+    _signed(_largest),
+    _signed(lambda tensor: 0.0),
+    lambda tensor: torch.nan_to_num(tensor, nan=1.0, posinf=1.0, neginf=1.0),
+    lambda tensor: torch.nan_to_num(tensor, nan=0.5, posinf=0.5, neginf=0.5),
+)
+
+
+def is_written(origin: Origin) -> bool:
+    """Whether an infinity was put there on purpose, and only moved since: a mask."""
+    if isinstance(origin, Outside):
+        return not origin.range.nan and not origin.name.startswith("params")
+    return origin.written
+
+
+def moves(operator: str, parents: Sequence[Origin]) -> bool:
+    """Whether an operator passes on infinities that all were written on purpose."""
+    return operator in _MOVES and bool(parents) and all(is_written(parent) for parent in parents)
+
+
+def roots(origin: Origin) -> list[Origin]:
+    """The earliest causes of a value that is not finite."""
+    found: list[Origin] = []
+    seen: set[int] = set()
+    open_origins = [origin]
+    while open_origins:
+        current = open_origins.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        if isinstance(current, Outside):
+            found.append(current)
+            continue
+        causes = [parent for parent in current.parents if not is_written(parent)]
+        open_origins += causes
+        if current.itself or not causes:
+            data = [] if current.itself or _takes_masks(current.operator) else _given(current.parents)
+            found += data or [current]
+    return found
+
+
+def _takes_masks(operator: str) -> bool:
+    return operator in _MASKED or operator.startswith(_ATTENTION)
+
+
+def _given(origins: Sequence[Origin]) -> list[Origin]:
+    """The tensors of the caller among the sources of moved infinities; [] where any was written by an operator."""
+    found: list[Origin] = []
+    for origin in origins:
+        further = [origin] if isinstance(origin, Outside) else _given(origin.parents)
+        if not further:
+            return []
+        found += further
+    return [origin for origin in found if isinstance(origin, Outside) and origin.name]
+
+
+def ancestors(origins: Sequence[Origin]) -> set[int]:
+    """The indices of the events that a value came from, but for infinities written on purpose."""
+    seen: set[int] = set()
+    open_origins = list(origins)
+    while open_origins:
+        origin = open_origins.pop()
+        if isinstance(origin, Event) and origin.index not in seen and not is_written(origin):
+            seen.add(origin.index)
+            open_origins += origin.parents
+    return seen

@@ -1,0 +1,276 @@
+"""Where values that are not finite come from: a record of the operators that gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_amp.debug import torch_private
+from functional_amp.debug.blame import Event, Origin, Outside, ancestors, blame, is_finite, moves, range_of
+from functional_amp.debug.locate import Locator, Place
+
+_UNINITIALISED = frozenset(
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ empty_quantized".split()
+)
+_OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_".split())
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """What the schema of an operator says: its name, whether it gives a view, the arguments that it writes to."""
+
+    name: str
+    arguments: tuple[str, ...]
+    view: bool
+    writes: frozenset[str]
+    random: bool
+
+
+class Provenance(torch_private.DispatchMode):
+    """Records every operator with an output that is not finite, with whatever is to blame for it.
+
+    Values are followed by the memory they lie in. Only bad ones are: an operator with finite outputs costs one
+    sum over each. The record keeps bad tensors alive, so that no address is used twice.
+
+    Args:
+        locator: tells the place of an operator.
+        named: tensors of the caller with their names.
+
+    Attributes:
+        phase, micro_batch: what is running; whoever drives the replay sets them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, locator: Locator, named: Iterable[tuple[str, Tensor]]):
+        super().__init__()
+        self.phase, self.micro_batch = "forward", 0
+        self.events: list[Event] = []
+        self._locator = locator
+        self._named: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in named:
+            self._named.setdefault(torch_private.storage_key(tensor), []).append((name, tensor))
+        self._marks: dict[int, list[tuple[Origin, Tensor]]] = {}
+        self._traits: dict[Any, _Traits] = {}
+        self._last_node: int | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        traits = self._traits.get(func) or self._traits.setdefault(func, _traits_of(func))
+        if self.phase == "forward":
+            self._locator.note_forward()
+        elif self.phase == "backward" and (node := torch_private.running_node()) is not None:
+            self._last_node = torch_private.sequence_number(node)
+        if traits.view:
+            return func(*args, **kwargs)
+        before = None
+        if traits.writes:
+            before = _Call(func, traits, args, kwargs, copies=traits.name not in _OVERWRITES)
+        out = func(*args, **kwargs)
+        outputs = list(_tensors(out))
+        written = [] if before is None else before.written()
+        outputs += [tensor for tensor in written if not any(tensor is output for output in outputs)]
+        bad = [tensor for tensor in outputs if not is_finite(tensor)]
+        if bad:
+            self._record(before or _Call(func, traits, args, kwargs), outputs, bad)
+        for tensor in written:
+            if not any(tensor is one for one in bad) and _covers(tensor):
+                self._marks.pop(torch_private.storage_key(tensor), None)
+        return out
+
+    def origins(self, tensor: Tensor, values: Tensor | None = None) -> list[Origin]:
+        """Who is to blame for the bad elements of a tensor.
+
+        Args:
+            values: what the tensor held before an operator wrote to it.
+        """
+        key = torch_private.storage_key(tensor)
+        marks = self._marks.setdefault(key, [])
+        if len(marks) == 1 and _covers(marks[0][1]):
+            return [marks[0][0]]
+        places = _places(tensor)[~torch.isfinite(tensor if values is None else values)]
+        found: list[Origin] = []
+        for origin, region in reversed(marks):  # the last one that wrote to a place counts
+            taken = torch.isin(places, _places(region))
+            if bool(taken.any()):
+                found.append(origin)
+                places = places[~taken]
+        if places.numel():
+            name = self._name_of(tensor)
+            outside = Outside(name, range_of(tensor if values is None else values, name or "a constant"))
+            marks.insert(0, (outside, tensor))
+            found.append(outside)
+        return found
+
+    def harmless(self, origins: Iterable[Origin]) -> int:
+        """How many operators gave values that are not finite without leading to these."""
+        causes = ancestors(list(origins))
+        return sum(event.index not in causes and event.operator not in _UNINITIALISED for event in self.events)
+
+    def _record(self, call: _Call, outputs: list[Tensor], bad: list[Tensor]) -> None:
+        suspects = {slot: tensor for slot, tensor in enumerate(call.values) if not is_finite(tensor)}
+        origins = {slot: self.origins(call.given[slot], call.values[slot]) for slot in suspects}
+        if suspects:
+            to_blame, itself = blame(lambda replaced: call.again(replaced, len(outputs)), suspects, bad)
+        else:
+            to_blame, itself = [], True
+        parents = [origin for slot in to_blame for origin in origins[slot]]
+        parents = list({id(origin): origin for origin in parents}.values())
+        has_nan = any(bool(torch.isnan(tensor).any()) for tensor in bad)
+        name = call.traits.name
+        wrote = not suspects and call.has_infinite_number
+        written = not has_nan and (wrote or (not itself and moves(name, parents)))
+        phase, node, place = self._whereabouts(name)
+        event = Event(len(self.events), phase, self.micro_batch, name, node, place, has_nan, itself, parents, written)
+        if itself or all(isinstance(parent, Outside) or parent.written for parent in parents):
+            named = [self._name_of(tensor) or label for label, tensor in zip(call.labels, call.given, strict=True)]
+            event.inputs = tuple(range_of(tensor, label) for label, tensor in zip(named, call.values, strict=True))
+            worst = max(bad, key=lambda tensor: (int(torch.isnan(tensor).sum()), tensor.numel()))
+            event.output = range_of(worst, "output")
+        self.events.append(event)
+        for tensor in bad:
+            marks = self._marks.setdefault(torch_private.storage_key(tensor), [])
+            if _covers(tensor):
+                marks.clear()
+            marks.append((event, tensor))
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """The name of the caller's tensor that a tensor is a view of, or ""."""
+        if tensor.layout != torch.strided:
+            return ""
+        known = self._named.get(torch_private.storage_key(tensor), [])
+        if len(known) < 2:
+            return known[0][0] if known else ""
+        places = _places(tensor)
+        return next((name for name, other in known if bool(torch.isin(places, _places(other)).any())), "")
+
+    def _whereabouts(self, operator: str) -> tuple[str, str, Place]:
+        """The phase, the autograd node and the place of the operator that has just run."""
+        if self.phase not in ("forward", "backward"):
+            return self.phase, "", Place()
+        node = torch_private.running_node()
+        if self.phase == "forward" and node is None:
+            return "forward", "", self._locator.in_forward()
+        if node is None and not operator.startswith("add"):  # scale_backward multiplies by the weight
+            return "accumulate", "", Place()
+        number = self._last_node if node is None else torch_private.sequence_number(node)
+        place, repeated = self._locator.in_backward(number)
+        name = "sum of gradients" if node is None else node.name()
+        return ("forward" if repeated else self.phase), name, place
+
+
+class _Call:
+    """An operator with its arguments, which can be run again with some tensors replaced.
+
+    Attributes:
+        given: the tensors among the arguments.
+        values: what they held before the operator ran; copies of those that it writes to.
+    """
+
+    def __init__(self, func: Any, traits: _Traits, args: Any, kwargs: Any, *, copies: bool = False):
+        self._func, self.traits = func, traits
+        self._flat, self._spec = torch_private.flatten((args, kwargs))
+        self._slots = [index for index, leaf in enumerate(self._flat) if isinstance(leaf, Tensor)]
+        self.given = [self._flat[index] for index in self._slots]
+        self.labels, self._writes = [], []
+        for label, value in _labelled(traits.arguments, args, kwargs):
+            tensors = [leaf for leaf in torch_private.flatten(value)[0] if isinstance(leaf, Tensor)]
+            several = len(tensors) > 1
+            self.labels += [f"{label}.{place}" if several else label for place in range(len(tensors))]
+            self._writes += [label in traits.writes] * len(tensors)
+        self.values = [
+            tensor.clone() if copies and writes else tensor
+            for tensor, writes in zip(self.given, self._writes, strict=True)
+        ]
+
+    @property
+    def has_infinite_number(self) -> bool:
+        """Whether the operator was given a number that is not finite, or moves one that a mask holds."""
+        return any(isinstance(leaf, float) and leaf in (torch.inf, -torch.inf) for leaf in self._flat)
+
+    def written(self) -> list[Tensor]:
+        """The tensors that the operator writes to."""
+        return [tensor for tensor, writes in zip(self.given, self._writes, strict=True) if writes]
+
+    def again(self, replaced: Mapping[int, Tensor], count: int) -> list[Tensor] | None:
+        """The outputs with some tensors replaced; None where the operator refuses them."""
+        values = [replaced.get(slot, value) for slot, value in enumerate(self.values)]
+        if self.traits.writes:
+            values = [value.clone() if writes else value for value, writes in zip(values, self._writes, strict=True)]
+        flat = list(self._flat)
+        for index, value in zip(self._slots, values, strict=True):
+            flat[index] = value
+        args, kwargs = torch_private.unflatten(flat, self._spec)
+        try:
+            with self._random_state_kept():
+                out = self._func(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError, NotImplementedError):
+            return None  # it checks its input: what it says of this replacement is that it is no better
+        outputs = list(_tensors(out))
+        written = [value for value, writes in zip(values, self._writes, strict=True) if writes]
+        outputs += [tensor for tensor in written if not any(tensor is output for output in outputs)]
+        return outputs
+
+    def _random_state_kept(self) -> AbstractContextManager[None]:
+        return random_state_kept(self._flat) if self.traits.random else nullcontext()
+
+
+@contextmanager
+def random_state_kept(arguments: Iterable[Any] = ()) -> Iterator[None]:
+    """Leaves torch's generators, and those among the arguments, as they were."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+    states = [(one, one.get_state()) for one in arguments if isinstance(one, torch.Generator)]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _labelled(names: tuple[str, ...], args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    for place, value in enumerate(args):
+        yield (names[place] if place < len(names) else str(place)), value
+    yield from kwargs.items()
+
+
+def _traits_of(func: Any) -> _Traits:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator: its body runs below this mode
+        return _Traits(str(func), (), False, frozenset(), False)
+    aliases = [result.alias_info for result in schema.returns if result.alias_info is not None]
+    return _Traits(
+        schema.name.split("::")[1],
+        tuple(argument.name for argument in schema.arguments),
+        any(not alias.is_write for alias in aliases),
+        frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
+        torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, (tuple, list)):
+        for one in out:
+            yield from _tensors(one)
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its memory."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Where in its memory each element of a tensor lies, as bytes."""
+    places = torch.full(tuple(tensor.shape), int(tensor.storage_offset()), dtype=torch.int64, device=tensor.device)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        shape = [1] * tensor.dim()
+        shape[dim] = size
+        places = places + (torch.arange(size, device=tensor.device) * stride).reshape(shape)
+    return places * tensor.element_size()

@@ -1,0 +1,36 @@
+"""The parts of torch without a promise of stability that `explain` stands on, each in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as torch_pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DispatchMode = TorchDispatchMode
+"""A context in which every operator passes through `__torch_dispatch__`, below autograd and torch.func."""
+
+flatten = torch_pytree.tree_flatten
+unflatten = torch_pytree.tree_unflatten
+
+
+def running_node() -> Any:
+    """The autograd node whose backward runs in this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node made in this thread will get."""
+    return torch.autograd._get_sequence_nr()
+
+
+def sequence_number(node: Any) -> int:
+    """The number that an autograd node got when the forward made it."""
+    return node._sequence_nr()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """One number for all the views of a memory; unique while any of them is alive."""
+    return tensor.untyped_storage()._cdata
