@@ -86,7 +86,7 @@ class Locator:
         """The place of the operator that is running, called by the loss function."""
         return Place(*self._innermost(), *self._users_line()[:2])
 
-    def in_backward(self, number: int | None) -> tuple[Place, bool]:
+    def in_backward(self, number: int) -> tuple[Place, bool]:
         """The place of the forward that made the autograd node of this number.
 
         Returns:
@@ -95,7 +95,7 @@ class Locator:
         """
         file, line, repeated = self._users_line()
         module = self._innermost() if self._open else self._of_node(number)
-        if not file and number is not None:
+        if not file:
             earlier = [made for made in self._made if made <= number]
             file, line = self._made[max(earlier)] if earlier else ("", None)
         return Place(*module, file, line), repeated or bool(self._open)
@@ -103,8 +103,8 @@ class Locator:
     def _innermost(self) -> tuple[str, str]:
         return self._named(self._open[-1][0]) if self._open else ("", "")
 
-    def _of_node(self, number: int | None) -> tuple[str, str]:
-        around = [(end - start, module) for start, end, module in self._intervals if start <= (number or -1) < end]
+    def _of_node(self, number: int) -> tuple[str, str]:
+        around = [(end - start, module) for start, end, module in self._intervals if start <= number < end]
         return self._named(min(around, key=lambda interval: interval[0])[1]) if around else ("", "")
 
     def _named(self, module: nn.Module) -> tuple[str, str]:

@@ -57,15 +57,12 @@ class Provenance(torch_private.DispatchMode):
             self._named.setdefault(torch_private.storage_key(tensor), []).append((name, tensor))
         self._marks: dict[int, list[tuple[Origin, Tensor]]] = {}
         self._traits: dict[Any, _Traits] = {}
-        self._last_node: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         traits = self._traits.get(func) or self._traits.setdefault(func, _traits_of(func))
         if self.phase == "forward":
             self._locator.note_forward()
-        elif self.phase == "backward" and (node := torch_private.running_node()) is not None:
-            self._last_node = torch_private.sequence_number(node)
         if traits.view:
             return func(*args, **kwargs)
         before = None
@@ -125,7 +122,7 @@ class Provenance(torch_private.DispatchMode):
         name = call.traits.name
         wrote = not suspects and call.has_infinite_number
         written = not has_nan and (wrote or (not itself and moves(name, parents)))
-        phase, node, place = self._whereabouts(name)
+        phase, node, place = self._whereabouts()
         event = Event(len(self.events), phase, self.micro_batch, name, node, place, has_nan, itself, parents, written)
         if itself or all(isinstance(parent, Outside) or parent.written for parent in parents):
             named = [self._name_of(tensor) or label for label, tensor in zip(call.labels, call.given, strict=True)]
@@ -149,19 +146,17 @@ class Provenance(torch_private.DispatchMode):
         places = _places(tensor)
         return next((name for name, other in known if bool(torch.isin(places, _places(other)).any())), "")
 
-    def _whereabouts(self, operator: str) -> tuple[str, str, Place]:
+    def _whereabouts(self) -> tuple[str, str, Place]:
         """The phase, the autograd node and the place of the operator that has just run."""
         if self.phase not in ("forward", "backward"):
             return self.phase, "", Place()
         node = torch_private.running_node()
         if self.phase == "forward" and node is None:
             return "forward", "", self._locator.in_forward()
-        if node is None and not operator.startswith("add"):  # scale_backward multiplies by the weight
+        if node is None:  # after the backward: scale_backward multiplies by the weight
             return "accumulate", "", Place()
-        number = self._last_node if node is None else torch_private.sequence_number(node)
-        place, repeated = self._locator.in_backward(number)
-        name = "sum of gradients" if node is None else node.name()
-        return ("forward" if repeated else self.phase), name, place
+        place, repeated = self._locator.in_backward(torch_private.sequence_number(node))
+        return ("forward" if repeated else self.phase), node.name(), place
 
 
 class _Call:
