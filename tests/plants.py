@@ -142,7 +142,7 @@ def scaled_(parameter: Tensor, factor: float) -> None:
 
 @plant("forward", module="attention", operator=("exp",), line="scores.half().exp()")
 def softmax_without_the_maximum() -> Case:
-    module = Encoder(naive=True)
+    module: Any = Encoder(naive=True)
     scaled_(module.attention.query.weight, 12)
     scaled_(module.attention.key.weight, 12)
     return classified(module, [((tokens(),), labels()) for _ in range(2)], 2.0**10)
@@ -189,7 +189,7 @@ class Repeated(nn.Module):
 
 @plant("forward", module="cell", operator=MATMUL, line="self.cell(x)")
 def exploding_recurrent_forward() -> Case:
-    module = Repeated()
+    module: Any = Repeated()
     module.cell.weight.data = module.cell.weight.data.abs() * 2
     return classified(module, [((torch.randn(4, 8).abs(),), labels(4, 2))], 1.0)
 
@@ -205,7 +205,8 @@ def plain_function_whose_square_overflows() -> Case:
 
 @plant("forward", module="1", operator=MATMUL, backends=("autograd",), line="body(params['block'], x)")
 def checkpointed_block_overflows_forward() -> Case:
-    block, head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)
+    block: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    head = nn.Linear(4, 2)
     block[1].weight.data.fill_(6e4)
     block[0].bias.data.fill_(9)
     body, block_params, _ = fa.from_module(block)
@@ -228,7 +229,7 @@ def row_of_the_mask_without_an_open_position() -> Case:
 
 @plant("forward", module="wide", operator=("_to_copy",))
 def weight_that_does_not_fit_float16() -> Case:
-    module = Encoder()
+    module: Any = Encoder()
     scaled_(module.wide.weight, 1e6)
     return classified(module, [((tokens(),), labels())], 2.0**4)
 
@@ -317,7 +318,7 @@ class ConvNet(nn.Module):
 
 @plant("forward", micro_batch=1, module="second.0", operator=("convolution", "mkldnn_convolution"))
 def convolution_overflows_forward() -> Case:
-    module = ConvNet()
+    module: Any = ConvNet()
     scaled_(module.first[1].weight, 1e4)
     scaled_(module.second[0].weight, 3e2)
     module.first[0].bias.data.zero_()
@@ -341,7 +342,7 @@ def statistics_of_an_earlier_micro_batch() -> Case:
             return out
 
     x = torch.randn(3, 4)
-    module = nn.Sequential(nn.Linear(4, 4), Running(), nn.Linear(4, 2))
+    module: Any = nn.Sequential(nn.Linear(4, 4), Running(), nn.Linear(4, 2))
     window = [((x,), labels(3, 2)), ((x[:1].expand(3, 4),), labels(3, 2)), ((x,), labels(3, 2))]
     return classified(module, window, 2.0**4)
 
@@ -407,7 +408,7 @@ def operator_that_overwrites_its_input() -> Case:
 
 @plant("input", micro_batch=2, source="params.embedding.weight")
 def nan_in_a_row_of_the_embedding() -> Case:
-    module = Encoder()
+    module: Any = Encoder()
     module.embedding.weight.data[10] = float("nan")
     window = [((tokens(),), labels()) for _ in range(4)]
     window[2][0][0][1, 1] = 10
@@ -435,8 +436,8 @@ def infinity_in_data_that_is_normalized() -> Case:
 
 @plant("input", source="buffers.1.running_var")
 def statistics_that_were_restored_as_nan() -> Case:
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
-    module[1].running_var[2] = float("nan")  # pyright: ignore[reportIndexIssue]
+    module: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    module[1].running_var[2] = float("nan")
     return classified(module, [((torch.randn(3, 4),), labels(3, 2))], 2.0**4)
 
 
@@ -474,7 +475,7 @@ def scale_too_large_beside_a_mask() -> Case:
             x = x + self.attention(x, mask)
             return self.head(self.wide(self.norm(x) * 1e-3)).mean(1)
 
-    module = Linear()
+    module: Any = Linear()
     scaled_(module.wide.weight, 3000)
     mask = torch.ones(5, 5).triu(1).bool().expand(4, 5, 5)
     return classified(module, [((tokens(), mask), labels())], 2.0**13)
@@ -487,7 +488,7 @@ class MaskedLog(nn.Module):
 
 @plant("backward", module="1", operator=("div", "mul", "reciprocal"), node="LogBackward0", line="x.float().log()")
 def where_over_a_logarithm() -> Case:
-    module = nn.Sequential(nn.Linear(4, 4, bias=False), MaskedLog(), nn.Linear(4, 2))
+    module: Any = nn.Sequential(nn.Linear(4, 4, bias=False), MaskedLog(), nn.Linear(4, 2))
     module[0].weight.data.abs_()
     x = torch.rand(3, 4)
     x[0] = 0
@@ -560,7 +561,7 @@ def custom_function_overflows_in_its_backward() -> Case:
         def forward(self, x: Tensor) -> Any:
             return Amplify.apply(x, 2.0**14)
 
-    module = nn.Sequential(nn.Linear(4, 4), Layer(), nn.Linear(4, 2))
+    module: Any = nn.Sequential(nn.Linear(4, 4), Layer(), nn.Linear(4, 2))
     return classified(module, [((torch.randn(3, 4),), labels(3, 2)) for _ in range(3)], 2.0**12)
 
 
@@ -601,10 +602,10 @@ class CheckpointedNet(nn.Module):
 
 @plant("backward", module="blocks.1.2", operator=MATMUL, node="AddmmBackward0", scalable=True, backends=("autograd",))
 def checkpointed_block_inside_a_module_overflows_backward() -> Case:
-    module = CheckpointedNet()
-    scaled_(module.blocks[1][2].weight, 3e4)  # pyright: ignore[reportIndexIssue]
-    scaled_(module.blocks[1][0].weight, 1e-3)  # pyright: ignore[reportIndexIssue]
-    scaled_(module.blocks[1][0].bias, 1e-3)  # pyright: ignore[reportIndexIssue]
+    module: Any = CheckpointedNet()
+    scaled_(module.blocks[1][2].weight, 3e4)
+    scaled_(module.blocks[1][0].weight, 1e-3)
+    scaled_(module.blocks[1][0].bias, 1e-3)
     params = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
@@ -637,7 +638,7 @@ def forward_value_that_only_the_backward_uses() -> Case:
         def forward(self, x: Tensor) -> Any:
             return RepeatedExp.apply(x)[0]  # pyright: ignore[reportOptionalSubscript]
 
-    module = nn.Sequential(nn.Linear(4, 4), Layer(), nn.Linear(4, 2))
+    module: Any = nn.Sequential(nn.Linear(4, 4), Layer(), nn.Linear(4, 2))
     return classified(module, [((torch.randn(3, 4),), labels(3, 2))], 2.0**4)
 
 
@@ -660,7 +661,7 @@ def batch_norm_of_nearly_constant_features() -> Case:
         def forward(self, x: Tensor) -> Tensor:
             return self.out(self.norm(self.first(x).float()))
 
-    module = Net()
+    module: Any = Net()
     module.first.bias.data.zero_()
     scaled_(module.first.weight, 1e-3)
     return classified(module, [((torch.randn(8, 4),), labels(8, 2)) for _ in range(2)], 2.0**10)
@@ -678,7 +679,7 @@ def tied_embedding_overflows_in_the_head() -> Case:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.embedding(x).mean(1) * 1e3)
 
-    module = Tied()
+    module: Any = Tied()
     scaled_(module.embedding.weight, 1e-2)
     return classified(module, [((tokens(),), labels(4, 11)) for _ in range(2)], 2.0**17)
 

@@ -11,7 +11,6 @@ import torch
 
 import functional_amp as fa
 from functional_amp.debug import Explanation, explain
-from functional_amp.debug.replay import drawing
 from tests.plants import PLANTS, Case, Plant
 
 BACKENDS = ("autograd", "func")

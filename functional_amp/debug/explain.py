@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.backward import Backend, Loss
+from functional_amp.backward import Backend, Loss, check_loss_fn
 from functional_amp.debug.blame import Event, Origin, Outside, roots
 from functional_amp.debug.explain_advice import PRECISION, advise
 from functional_amp.debug.explain_table import NOT_REPRODUCED, Explanation
@@ -117,7 +117,9 @@ def _options(loss_fn: Any, backend: Any, compute_dtype: Any) -> Options:
             f"explain: found backend={backend!r}, compute_dtype={compute_dtype!r} beside a Step, expected neither. "
             "A Step's own options are used: leave them out."
         )
-    return options_of(loss_fn, backend, compute_dtype)
+    options = options_of(loss_fn, backend, compute_dtype)
+    check_loss_fn(options.loss_fn)
+    return options
 
 
 def _scale(scale: Any) -> float:
