@@ -25,23 +25,27 @@ class Spoiled(torch.autograd.Function):
     """The identity, whose backward is not finite: at any scale, or at a large one."""
 
     @staticmethod
-    def forward(x: Tensor, kind: str) -> Tensor:
+    def forward(x: Tensor, injection: Injection) -> Tensor:
         return x.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.kind = inputs[1]
+        ctx.injection = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        if ctx.kind == "backward nan":
+        if ctx.injection.kind == "backward nan":
             return torch.zeros_like(grad).reciprocal() * 0, None
-        return (grad.float() * 2.0**26).half().to(grad.dtype), None
+        if ctx.injection.factor is None:  # at the first call, whose largest element becomes 2**20
+            largest = grad.abs().max().item()
+            ctx.injection.factor = 2.0**20 / largest if largest else None
+        return (grad.double() * (ctx.injection.factor or 1.0)).half().to(grad.dtype), None
 
 
-def spoil(tensor: Tensor, kind: str) -> Any:
-    """A tensor with a fault of this kind."""
+def spoil(tensor: Tensor, injection: Injection) -> Any:
+    """A tensor with the fault of an injection."""
+    kind = injection.kind
     if kind == "forward inf":
         return tensor + torch.reciprocal(tensor * 0)
     if kind == "forward overflow":
@@ -49,16 +53,22 @@ def spoil(tensor: Tensor, kind: str) -> Any:
         return torch.exp(tensor - tensor.max() + largest)
     if kind == "forward nan":
         return torch.log(tensor - tensor.max() - 1)
-    return Spoiled.apply(tensor, kind)
+    return Spoiled.apply(tensor, injection)
 
 
 @dataclass
 class Injection:
-    """Where and what is injected; `active` while the micro-batch that is meant runs."""
+    """Where and what is injected.
+
+    Attributes:
+        active: while the micro-batch that is meant runs.
+        factor: by which the backward multiplies, for its result to be too large for float16.
+    """
 
     module: str
     kind: str
     active: bool = False
+    factor: float | None = None
 
 
 def inject(template: nn.Module, draw: random.Random, leaves: list[str]) -> Injection:
@@ -72,7 +82,7 @@ def inject(template: nn.Module, draw: random.Random, leaves: list[str]) -> Injec
         first = out[0] if isinstance(out, tuple) else out
         if not injection.active or not isinstance(first, Tensor):
             return out
-        first = spoil(first, injection.kind)
+        first = spoil(first, injection)
         return (first, *out[1:]) if isinstance(out, tuple) else first
 
     module.forward = spoiled  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,7 +120,7 @@ def check_injection(make: Callable[[random.Random], tuple[Case, nn.Module, list[
     stage, operator = KINDS[injection.kind]
     found = (why.stage, why.module, why.micro_batch)
     assert found == (stage, injection.module, spoiled_at), (trial, injection, why)
-    assert why.operator in operator and why.file.endswith("injections.py")
+    assert why.operator in operator and why.file.endswith("injections.py"), (trial, injection, str(why))
     assert why.module_type == type(template.get_submodule(injection.module)).__name__
     assert why.leaves == bad_leaves(case, spoiled_at, backend)
     assert (why.largest_good_scale is not None) == (injection.kind == "backward overflow")
