@@ -68,6 +68,7 @@ def plant(stage: str, **answers: Any) -> Callable[[Callable[[], Case]], Callable
 
 
 SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])  # large gradients, small loss
+CONVOLUTION = ("convolution", "mkldnn_convolution")
 MATMUL = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -316,7 +317,7 @@ class ConvNet(nn.Module):
         return self.head(self.second(self.first(x)).mean((2, 3)))
 
 
-@plant("forward", micro_batch=1, module="second.0", operator=("convolution", "mkldnn_convolution"))
+@plant("forward", micro_batch=1, module="second.0", operator=CONVOLUTION)
 def convolution_overflows_forward() -> Case:
     module: Any = ConvNet()
     scaled_(module.first[1].weight, 1e4)
@@ -406,7 +407,7 @@ def operator_that_overwrites_its_input() -> Case:
 # Tensors that were bad before.
 
 
-@plant("input", micro_batch=2, source="params.embedding.weight")
+@plant("input", micro_batch=2, source="params.embedding.weight", module="embedding", operator=("embedding",))
 def nan_in_a_row_of_the_embedding() -> Case:
     module: Any = Encoder()
     module.embedding.weight.data[10] = float("nan")
@@ -415,14 +416,14 @@ def nan_in_a_row_of_the_embedding() -> Case:
     return classified(module, window, 2.0**10)
 
 
-@plant("input", micro_batch=1, source="batch.0.0")
+@plant("input", micro_batch=1, source="batch.0.0", operator=CONVOLUTION, module="0")
 def infinity_in_the_data() -> Case:
     window = [((torch.randn(4, 2, 6, 6),), labels(4, 3)) for _ in range(2)]
     window[1][0][0][2, 1, 3, 3] = INF
     return classified(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(48, 3)), window, 2.0**4)
 
 
-@plant("input", micro_batch=0, source="batch.0")
+@plant("input", source="batch.0", operator=("mean",), line="x.mean(0)")
 def infinity_in_data_that_is_normalized() -> Case:
     def loss_fn(params: Any, batch: Any) -> Tensor:
         x, _ = batch
@@ -434,14 +435,14 @@ def infinity_in_data_that_is_normalized() -> Case:
     return Case(loss_fn, {"w": torch.randn(3, 1)}, [(x[0], x[1])], 2.0**4)
 
 
-@plant("input", source="buffers.1.running_var")
+@plant("input", source="buffers.1.running_var", module="1", operator=("native_batch_norm",))
 def statistics_that_were_restored_as_nan() -> Case:
     module: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
     module[1].running_var[2] = float("nan")
     return classified(module, [((torch.randn(3, 4),), labels(3, 2))], 2.0**4)
 
 
-@plant("input", source="a constant")
+@plant("input", source="a constant", operator=("nll_loss_forward",))
 def class_weights_with_a_nan() -> Case:
     weights = torch.tensor([1.0, float("nan"), 1.0])
 

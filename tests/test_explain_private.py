@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 from torch.nn.modules import module as torch_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 from functional_amp.debug import torch_private
 
@@ -93,6 +94,12 @@ def test_global_hooks_see_every_module_and_an_exception() -> None:
         for hook in hooks:
             hook.remove()
     assert events == ["enter", "leave", "raised"]
+
+
+def test_a_subclass_with_operators_of_its_own_is_told_from_a_plain_tensor() -> None:
+    """Without it an overflow inside a subclass would be taken for a constant that was bad before."""
+    assert torch_private.dispatches_itself(TwoTensor)
+    assert not torch_private.dispatches_itself(Tensor) and not torch_private.dispatches_itself(nn.Parameter)
 
 
 def test_schemas_say_what_is_a_view_and_what_is_written() -> None:

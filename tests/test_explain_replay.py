@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 import functional_amp as fa
 from functional_amp.debug import explain
@@ -201,6 +202,27 @@ def test_a_compiled_module_inside_the_loss_runs_eagerly(fresh_dynamo: Any) -> No
     state = fa.init_state(torch.ones(3), fa.sgd(0.1), fa.StaticScale(1.0))
     why = explain(lambda p, x: compiled(p * x).sum(), state, [torch.full((3,), 100.0)])
     assert (why.stage, why.operator) == ("forward", "mul")
+
+
+def test_operators_inside_a_tensor_subclass_are_followed() -> None:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        pair: Any = TwoTensor(params * x, params * x)
+        return pair.exp().a.sum()
+
+    state = fa.init_state(torch.ones(3), fa.sgd(0.1), fa.StaticScale(1.0))
+    why = explain(loss_fn, state, [torch.full((3,), 100.0)])
+    assert (why.stage, why.operator) == ("forward", "exp")
+
+
+def test_a_float8_cast_that_overflows() -> None:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        narrow = (params * x).to(torch.float8_e5m2)
+        return narrow.clone().float().sum()
+
+    state = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(1.0))
+    why = explain(loss_fn, state, [torch.tensor([1e6, 1.0])])
+    assert (why.stage, why.operator) == ("forward", "_to_copy")
+    assert why.output is not None and (why.output.dtype, why.output.inf) == (torch.float8_e5m2, 1)
 
 
 def test_a_window_of_several_micro_batches_has_the_scale_of_its_worst() -> None:

@@ -172,7 +172,14 @@ def planted(build: Any, stage: str, **answers: Any) -> Plant:
 
 
 PLANTS = [
-    planted(nan_in_the_embedding, "input", micro_batch=1, source="params.transformer.wte.weight"),
+    planted(
+        nan_in_the_embedding,
+        "input",
+        micro_batch=1,
+        module="transformer.wte",
+        operator=("embedding",),
+        source="params.transformer.wte.weight",
+    ),
     planted(
         projection_amplifies_the_cotangent,
         "backward",

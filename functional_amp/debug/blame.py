@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -47,7 +48,7 @@ class Outside:
     """A tensor that was not finite before the loss function touched it.
 
     Attributes:
-        name: its path (`params.w`, `batch.0`, `buffers.mean`), or "" for a constant of the loss function.
+        name: its path (`params.w`, `batch.0`, `buffers.mean`), or `a constant` of the loss function.
     """
 
     name: str
@@ -98,8 +99,7 @@ _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention",
 
 def range_of(tensor: Tensor, name: str) -> Range:
     """The range of a tensor; of complex numbers, of their parts."""
-    values = tensor.detach()
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    values = readable(tensor.detach())
     values = values.double() if values.device.type != "mps" else values.float()
     finite = values[torch.isfinite(values)]
     low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (torch.nan, torch.nan)
@@ -111,19 +111,26 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor has neither inf nor NaN. Integers, and tensors without plain memory, count as finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return True
-    if tensor.layout != torch.strided or tensor.is_meta:
+    if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter):
         return True
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    values = values.float() if values.dtype.itemsize == 1 else values
+    values = readable(tensor)
     # A finite sum proves it, and is the fastest to take. One that overflowed proves nothing.
-    if torch.isfinite(values.sum()).item():
+    if math.isfinite(values.sum().item()):
         return True
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
+def readable(tensor: Tensor) -> Tensor:
+    """A tensor as every kernel takes it: complex numbers as pairs, float8 widened."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
+
+
 def count_bad(tensors: Sequence[Tensor]) -> int:
-    return sum(int((~torch.isfinite(t)).sum()) for t in tensors if t.is_floating_point() or t.is_complex())
+    """How many elements are not finite."""
+    return sum(int((~torch.isfinite(readable(tensor))).sum()) for tensor in tensors)
 
 
 def blame(
@@ -160,26 +167,26 @@ def blame(
     return (to_blame if to_blame or healed == bad else everything), healed > 0
 
 
-def _signed(magnitude: Callable[[Tensor], float]) -> Callable[[Tensor], Tensor]:
-    def replace(tensor: Tensor) -> Tensor:
-        value = magnitude(tensor)
-        return torch.nan_to_num(tensor, nan=value, posinf=value, neginf=-value)
-
-    return replace
+def _replaced(tensor: Tensor, nan: float, posinf: float, neginf: float) -> Tensor:
+    if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+        return torch.nan_to_num(tensor.float(), nan, posinf, neginf).to(tensor.dtype)
+    return torch.nan_to_num(tensor, nan, posinf, neginf)
 
 
-def _largest(tensor: Tensor) -> float:
-    finite = tensor[torch.isfinite(tensor)]
-    return float(finite.abs().max()) if finite.numel() and not tensor.is_complex() else 1.0
+def _by_the_largest(tensor: Tensor) -> Tensor:
+    finite = readable(tensor)
+    finite = finite[torch.isfinite(finite)]
+    largest = float(finite.abs().max()) if finite.numel() else 1.0
+    return _replaced(tensor, largest, largest, -largest)
 
 
 # log(-1), 1 / 0 and exp(max) are bad by themselves: what heals any operator that was not to blame is among these.
-_REPLACEMENTS = (
-    _signed(lambda tensor: 1.0),
-    _signed(_largest),
-    _signed(lambda tensor: 0.0),
-    lambda tensor: torch.nan_to_num(tensor, nan=1.0, posinf=1.0, neginf=1.0),
-    lambda tensor: torch.nan_to_num(tensor, nan=0.5, posinf=0.5, neginf=0.5),
+_REPLACEMENTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda tensor: _replaced(tensor, 1.0, 1.0, -1.0),
+    _by_the_largest,
+    lambda tensor: _replaced(tensor, 0.0, 0.0, 0.0),
+    lambda tensor: _replaced(tensor, 1.0, 1.0, 1.0),
+    lambda tensor: _replaced(tensor, 0.5, 0.5, 0.5),
 )
 
 
@@ -228,7 +235,7 @@ def _given(origins: Sequence[Origin]) -> list[Origin]:
         if not further:
             return []
         found += further
-    return [origin for origin in found if isinstance(origin, Outside) and origin.name]
+    return found
 
 
 def ancestors(origins: Sequence[Origin]) -> set[int]:

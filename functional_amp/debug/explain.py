@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.backward import Backend, Loss, check_loss_fn
-from functional_amp.debug.blame import Event, Origin, Outside, roots
+from functional_amp.debug.blame import Origin, Outside, roots
 from functional_amp.debug.explain_advice import PRECISION, advise
 from functional_amp.debug.explain_table import NOT_REPRODUCED, Explanation
 from functional_amp.debug.replay import Options, Replay, instrumented, is_finite_at, largest_good_scale, options_of
@@ -90,13 +90,12 @@ def _earliest(origins: Sequence[Origin]) -> Origin | None:
 def _explained(replay: Replay, stage: str, root: Origin | None, scale: float, good: float | None) -> Explanation:
     micro_batch, harmless = replay.micro_batch, replay.provenance.harmless(replay.origins)
     advice = advise(root, stage, scale, good)
-    found: dict[str, Any] = {}
-    if isinstance(root, Outside):
-        found = {"source": root.name or "a constant", "output": root.range}
-    elif isinstance(root, Event):
-        micro_batch = None if micro_batch is None else root.micro_batch
-        found = {**vars(root.place), "operator": root.operator, "node": root.node}
-        found |= {"inputs": root.inputs, "output": root.output}
+    found: dict[str, Any] = {"output": root.range, "source": root.name} if isinstance(root, Outside) else {}
+    event = replay.provenance.first_use(root) if isinstance(root, Outside) else root
+    if event is not None:
+        micro_batch = None if micro_batch is None else event.micro_batch
+        found = {**vars(event.place), "operator": event.operator, "node": event.node, "inputs": event.inputs} | found
+        found.setdefault("output", event.output)
     return Explanation(
         True,
         stage,

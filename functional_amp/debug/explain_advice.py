@@ -91,8 +91,8 @@ def _about_input(root: Outside) -> str:
         "batch": "No scale helps: clean the data, or leave the sample out.",
         "buffers": "A statistic was not finite before this window: reset it, or go back to a checkpoint.",
     }
-    what = where.get(root.name.split(".")[0], "It is a constant of the loss function, or was made outside torch.")
-    return f"{root.name or 'A constant'} holds {kind}. {what}"
+    what = where.get(root.name.split(".")[0], "It belongs to the loss function, or was made outside torch.")
+    return f"{root.name} holds {kind}. {what}"
 
 
 def _magnitude(given: Range) -> str:

@@ -19,12 +19,12 @@ class Explanation:
         stage: input (a tensor was bad before the loss function touched it), forward, backward, accumulate,
             unscale, norm, or "not reproduced in eager".
         micro_batch: which one of the window, from 0; None where the fault is in none of them.
-        source: the path of the bad tensor where the stage is input: `params.w`, `batch.0`, `buffers.mean`.
+        source: the bad tensor where the stage is input: `params.w`, `batch.0`, `buffers.mean`, or `a constant`.
         module, module_type: the path of the module inside the one that the loss function called, and its type.
-        operator: torch's name of the operator that gave the first bad value.
+        operator: torch's name of the operator that gave the first bad value, or first used the bad tensor.
         node: the autograd node that it ran in, in the backward.
         file, line: of the code that called it; in the backward, of the forward's.
-        inputs, output: their ranges.
+        inputs, output: the operator's, or the bad tensor itself, as ranges.
         leaves: the gradients that are not finite.
         loss: of that micro-batch.
         scale: the loss scale of the replay.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -115,21 +116,19 @@ class Locator:
         frame: FrameType | None = sys._getframe(1)
         file, line, checkpoint = "", None, False
         while frame is not None and frame.f_code is not self._boundary:
-            name = frame.f_code.co_filename
-            if name.endswith(_CHECKPOINT):
+            owner = _owner(frame.f_code.co_filename)
+            if owner == "checkpoint":
                 checkpoint = True
-            elif not file and _is_users(name):
-                file, line = name, frame.f_lineno
+            elif owner == "user" and not file:
+                file, line = frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
         return (file, line, checkpoint) if frame is not None else ("", None, checkpoint)
 
 
-_USERS: dict[str, bool] = {}
-
-
-def _is_users(name: str) -> bool:
-    known = _USERS.get(name)
-    if known is None:
-        generated = name.startswith(("<frozen", "<string>", "<eval"))
-        known = _USERS[name] = not generated and not os.path.abspath(name).startswith(_LIBRARIES)
-    return known
+@functools.cache
+def _owner(file: str) -> str:
+    """Whose a file of code is: a library's, the user's, or torch's checkpoint."""
+    if file.endswith(_CHECKPOINT):
+        return "checkpoint"
+    generated = file.startswith(("<frozen", "<string>", "<eval"))
+    return "library" if generated or os.path.abspath(file).startswith(_LIBRARIES) else "user"

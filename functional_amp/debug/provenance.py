@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from functional_amp.debug import torch_private
-from functional_amp.debug.blame import Event, Origin, Outside, ancestors, blame, is_finite, moves, range_of
+from functional_amp.debug.blame import Event, Origin, Outside, ancestors, blame, is_finite, moves, range_of, readable
 from functional_amp.debug.locate import Locator, Place
 
 _UNINITIALISED = frozenset(
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ empty_quantized".split()
 )
+_COPIES = frozenset("clone copy_ _to_copy lift_fresh_copy".split())
 _OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_".split())
 
 
@@ -56,27 +58,30 @@ class Provenance(torch_private.DispatchMode):
         for name, tensor in named:
             self._named.setdefault(torch_private.storage_key(tensor), []).append((name, tensor))
         self._marks: dict[int, list[tuple[Origin, Tensor]]] = {}
-        self._traits: dict[Any, _Traits] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(torch_private.dispatches_itself, types)):  # it calls plain operators, which are followed
+            return NotImplemented
         kwargs = kwargs or {}
-        traits = self._traits.get(func) or self._traits.setdefault(func, _traits_of(func))
+        traits = _traits_of(func)
         if self.phase == "forward":
             self._locator.note_forward()
         if traits.view:
             return func(*args, **kwargs)
-        before = None
-        if traits.writes:
-            before = _Call(func, traits, args, kwargs, copies=traits.name not in _OVERWRITES)
+        if not traits.writes:
+            out = func(*args, **kwargs)
+            bad = [tensor for tensor in _tensors(out) if not is_finite(tensor)]
+            if bad:
+                self._record(_Call(func, traits, args, kwargs), bad)
+            return out
+        call = _Call(func, traits, args, kwargs, copies=traits.name not in _OVERWRITES)
         out = func(*args, **kwargs)
-        outputs = list(_tensors(out))
-        written = [] if before is None else before.written()
-        outputs += [tensor for tensor in written if not any(tensor is output for output in outputs)]
+        outputs = call.outputs(out, call.given)
         bad = [tensor for tensor in outputs if not is_finite(tensor)]
         if bad:
-            self._record(before or _Call(func, traits, args, kwargs), outputs, bad)
-        for tensor in written:
-            if not any(tensor is one for one in bad) and _covers(tensor):
+            self._record(call, bad)
+        for tensor in outputs:
+            if _covers(tensor) and not any(tensor is one for one in bad):
                 self._marks.pop(torch_private.storage_key(tensor), None)
         return out
 
@@ -90,7 +95,9 @@ class Provenance(torch_private.DispatchMode):
         marks = self._marks.setdefault(key, [])
         if len(marks) == 1 and _covers(marks[0][1]):
             return [marks[0][0]]
-        places = _places(tensor)[~torch.isfinite(tensor if values is None else values)]
+        values = tensor if values is None else values
+        whole = readable(values) if values.dtype.itemsize == 1 else values  # complex elements stay one
+        places = _places(tensor)[~torch.isfinite(whole)]
         found: list[Origin] = []
         for origin, region in reversed(marks):  # the last one that wrote to a place counts
             taken = torch.isin(places, _places(region))
@@ -98,27 +105,37 @@ class Provenance(torch_private.DispatchMode):
                 found.append(origin)
                 places = places[~taken]
         if places.numel():
-            name = self._name_of(tensor)
-            outside = Outside(name, range_of(tensor if values is None else values, name or "a constant"))
+            name = self._name_of(tensor) or "a constant"
+            outside = Outside(name, range_of(values, name))
             marks.insert(0, (outside, tensor))
             found.append(outside)
         return found
+
+    def first_use(self, outside: Outside) -> Event | None:
+        """The first operator that made something bad of a tensor that was bad before, copies left out."""
+        copies: list[Origin] = [outside]
+        for event in self.events:
+            if any(parent is copy for parent in event.parents for copy in copies):
+                if event.operator not in _COPIES:
+                    return event
+                copies.append(event)
+        return None
 
     def harmless(self, origins: Iterable[Origin]) -> int:
         """How many operators gave values that are not finite without leading to these."""
         causes = ancestors(list(origins))
         return sum(event.index not in causes and event.operator not in _UNINITIALISED for event in self.events)
 
-    def _record(self, call: _Call, outputs: list[Tensor], bad: list[Tensor]) -> None:
+    def _record(self, call: _Call, bad: list[Tensor]) -> None:
         suspects = {slot: tensor for slot, tensor in enumerate(call.values) if not is_finite(tensor)}
         origins = {slot: self.origins(call.given[slot], call.values[slot]) for slot in suspects}
         if suspects:
-            to_blame, itself = blame(lambda replaced: call.again(replaced, len(outputs)), suspects, bad)
+            to_blame, itself = blame(call.again, suspects, bad)
         else:
             to_blame, itself = [], True
         parents = [origin for slot in to_blame for origin in origins[slot]]
         parents = list({id(origin): origin for origin in parents}.values())
-        has_nan = any(bool(torch.isnan(tensor).any()) for tensor in bad)
+        has_nan = any(bool(torch.isnan(readable(tensor)).any()) for tensor in bad)
         name = call.traits.name
         wrote = not suspects and call.has_infinite_number
         written = not has_nan and (wrote or (not itself and moves(name, parents)))
@@ -127,7 +144,7 @@ class Provenance(torch_private.DispatchMode):
         if itself or all(isinstance(parent, Outside) or parent.written for parent in parents):
             named = [self._name_of(tensor) or label for label, tensor in zip(call.labels, call.given, strict=True)]
             event.inputs = tuple(range_of(tensor, label) for label, tensor in zip(named, call.values, strict=True))
-            worst = max(bad, key=lambda tensor: (int(torch.isnan(tensor).sum()), tensor.numel()))
+            worst = max(bad, key=lambda tensor: (int(torch.isnan(readable(tensor)).sum()), tensor.numel()))
             event.output = range_of(worst, "output")
         self.events.append(event)
         for tensor in bad:
@@ -185,14 +202,16 @@ class _Call:
 
     @property
     def has_infinite_number(self) -> bool:
-        """Whether the operator was given a number that is not finite, or moves one that a mask holds."""
+        """Whether the operator was given inf as a number."""
         return any(isinstance(leaf, float) and leaf in (torch.inf, -torch.inf) for leaf in self._flat)
 
-    def written(self) -> list[Tensor]:
-        """The tensors that the operator writes to."""
-        return [tensor for tensor, writes in zip(self.given, self._writes, strict=True) if writes]
+    def outputs(self, out: Any, given: list[Tensor]) -> list[Tensor]:
+        """The tensors that the operator returned, and those of the given ones that it wrote to."""
+        outputs = list(_tensors(out))
+        written = [tensor for tensor, writes in zip(given, self._writes, strict=True) if writes]
+        return outputs + [tensor for tensor in written if not any(tensor is output for output in outputs)]
 
-    def again(self, replaced: Mapping[int, Tensor], count: int) -> list[Tensor] | None:
+    def again(self, replaced: Mapping[int, Tensor]) -> list[Tensor] | None:
         """The outputs with some tensors replaced; None where the operator refuses them."""
         values = [replaced.get(slot, value) for slot, value in enumerate(self.values)]
         if self.traits.writes:
@@ -206,10 +225,7 @@ class _Call:
                 out = self._func(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError, NotImplementedError):
             return None  # it checks its input: what it says of this replacement is that it is no better
-        outputs = list(_tensors(out))
-        written = [value for value, writes in zip(values, self._writes, strict=True) if writes]
-        outputs += [tensor for tensor in written if not any(tensor is output for output in outputs)]
-        return outputs
+        return self.outputs(out, values)
 
     def _random_state_kept(self) -> AbstractContextManager[None]:
         return random_state_kept(self._flat) if self.traits.random else nullcontext()
@@ -234,6 +250,7 @@ def _labelled(names: tuple[str, ...], args: Any, kwargs: Any) -> Iterator[tuple[
     yield from kwargs.items()
 
 
+@functools.cache
 def _traits_of(func: Any) -> _Traits:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator: its body runs below this mode

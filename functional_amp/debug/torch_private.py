@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,3 +35,10 @@ def sequence_number(node: Any) -> int:
 def storage_key(tensor: Tensor) -> int:
     """One number for all the views of a memory; unique while any of them is alive."""
     return tensor.untyped_storage()._cdata
+
+
+@functools.cache
+def dispatches_itself(kind: type) -> bool:
+    """Whether a class of tensors has operators of its own, made of plain ones."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return kind is not Tensor and own is not torch._C._disabled_torch_dispatch_impl
