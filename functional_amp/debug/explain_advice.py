@@ -72,7 +72,7 @@ def _about_scale(stage: str, scale: float, good: float) -> str:
     halvings = math.ceil(math.log2(scale / good))
     text = (
         f"The scale is too large for this window: {scale_text(good)} works and {scale_text(2 * good)} does not. "
-        f"A DynamicScale gets there in {halvings} skipped windows."
+        f"A DynamicScale gets there in {halvings} skipped window{'s' if halvings > 1 else ''}."
     )
     if good < 1:
         text += (

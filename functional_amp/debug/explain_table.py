@@ -29,7 +29,7 @@ class Explanation:
         loss: of that micro-batch.
         scale: the loss scale of the replay.
         largest_good_scale: the largest power of two that the whole window is finite at; None where no scale helps.
-        harmless: how many operators gave inf or NaN (masks, values not used) that led to nothing.
+        harmless: how many operators gave inf or NaN that has nothing to do with the fault: masks, values not used.
         advice: what to do.
     """
 
@@ -90,7 +90,10 @@ class Explanation:
                 ("largest good scale", "none" if good is None else scale_text(good)),
             ]
         rows += [
-            ("harmless", f"{self.harmless} operators gave inf or NaN that led to nothing" if self.harmless else "")
+            (
+                "harmless",
+                f"{self.harmless} operators gave inf or NaN that has nothing to do with it" if self.harmless else "",
+            )
         ]
         rows += [("advice", self.advice)]
         return "\n".join(f"{name:<19}{text}" for name, text in rows if text)

@@ -60,6 +60,8 @@ class Provenance(torch_private.DispatchMode):
         self._marks: dict[int, list[tuple[Origin, Tensor]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(torch_private.is_traced, types)):
+            return func(*args, **(kwargs or {}))
         if any(map(torch_private.dispatches_itself, types)):  # it calls plain operators, which are followed
             return NotImplemented
         kwargs = kwargs or {}
@@ -122,9 +124,12 @@ class Provenance(torch_private.DispatchMode):
         return None
 
     def harmless(self, origins: Iterable[Origin]) -> int:
-        """How many operators gave values that are not finite without leading to these."""
-        causes = ancestors(list(origins))
-        return sum(event.index not in causes and event.operator not in _UNINITIALISED for event in self.events)
+        """How many operators gave inf or NaN that neither led to these, nor came from what did."""
+        guilty = ancestors(list(origins))
+        for event in self.events:
+            if any(isinstance(parent, Event) and parent.index in guilty for parent in event.parents):
+                guilty.add(event.index)
+        return sum(event.index not in guilty and event.operator not in _UNINITIALISED for event in self.events)
 
     def _record(self, call: _Call, bad: list[Tensor]) -> None:
         suspects = {slot: tensor for slot, tensor in enumerate(call.values) if not is_finite(tensor)}

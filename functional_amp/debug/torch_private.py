@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,3 +44,9 @@ def dispatches_itself(kind: type) -> bool:
     """Whether a class of tensors has operators of its own, made of plain ones."""
     own = getattr(kind, "__torch_dispatch__", None)
     return kind is not Tensor and own is not torch._C._disabled_torch_dispatch_impl
+
+
+@functools.cache
+def is_traced(kind: type) -> bool:
+    """Whether a class of tensors has no values: torch traces a higher-order operator (a scan) with them."""
+    return issubclass(kind, (FakeTensor, FunctionalTensor))
