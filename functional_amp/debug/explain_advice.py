@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from functional_amp.debug.blame import Origin, Outside, Range
+from functional_amp.debug.blame import Origin, Outside
+from functional_amp.debug.explain_range import Range
 from functional_amp.debug.explain_table import scale_text
 
 PRECISION = (

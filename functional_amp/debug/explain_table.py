@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from functional_amp.debug.blame import Range
+from functional_amp.debug.explain_range import Range
 
 NOT_REPRODUCED = "not reproduced in eager"
 
@@ -89,13 +89,10 @@ class Explanation:
                 ("loss", f"{self.loss:.6g}"),
                 ("largest good scale", "none" if good is None else scale_text(good)),
             ]
-        rows += [
-            (
-                "harmless",
-                f"{self.harmless} operators gave inf or NaN that has nothing to do with it" if self.harmless else "",
-            )
-        ]
-        rows += [("advice", self.advice)]
+        if self.harmless:
+            text = "operators gave inf or NaN that has nothing to do with it"
+            rows.append(("harmless", f"{self.harmless} {text}"))
+        rows.append(("advice", self.advice))
         return "\n".join(f"{name:<19}{text}" for name, text in rows if text)
 
 

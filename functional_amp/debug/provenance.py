@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_amp.debug import torch_private
-from functional_amp.debug.blame import Event, Origin, Outside, ancestors, blame, is_finite, moves, range_of, readable
+from functional_amp.debug.blame import Event, Origin, Outside, ancestors, blame, moves
+from functional_amp.debug.explain_range import is_finite, range_of, readable
 from functional_amp.debug.locate import Locator, Place
+from functional_amp.debug.provenance_call import Call, tensors_of, traits_of
 
 _UNINITIALISED = frozenset(
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ empty_quantized".split()
 )
 _COPIES = frozenset("clone copy_ _to_copy lift_fresh_copy".split())
 _OVERWRITES = frozenset("copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_".split())
-
-
-@dataclass(frozen=True)
-class _Traits:
-    """What the schema of an operator says: its name, whether it gives a view, the arguments that it writes to."""
-
-    name: str
-    arguments: tuple[str, ...]
-    view: bool
-    writes: frozenset[str]
-    random: bool
 
 
 class Provenance(torch_private.DispatchMode):
@@ -65,18 +53,18 @@ class Provenance(torch_private.DispatchMode):
         if any(map(torch_private.dispatches_itself, types)):  # it calls plain operators, which are followed
             return NotImplemented
         kwargs = kwargs or {}
-        traits = _traits_of(func)
+        traits = traits_of(func)
         if self.phase == "forward":
             self._locator.note_forward()
         if traits.view:
             return func(*args, **kwargs)
         if not traits.writes:
             out = func(*args, **kwargs)
-            bad = [tensor for tensor in _tensors(out) if not is_finite(tensor)]
+            bad = [tensor for tensor in tensors_of(out) if not is_finite(tensor)]
             if bad:
-                self._record(_Call(func, traits, args, kwargs), bad)
+                self._record(Call(func, traits, args, kwargs), bad)
             return out
-        call = _Call(func, traits, args, kwargs, copies=traits.name not in _OVERWRITES)
+        call = Call(func, traits, args, kwargs, copies=traits.name not in _OVERWRITES)
         out = func(*args, **kwargs)
         outputs = call.outputs(out, call.given)
         bad = [tensor for tensor in outputs if not is_finite(tensor)]
@@ -131,7 +119,7 @@ class Provenance(torch_private.DispatchMode):
                 guilty.add(event.index)
         return sum(event.index not in guilty and event.operator not in _UNINITIALISED for event in self.events)
 
-    def _record(self, call: _Call, bad: list[Tensor]) -> None:
+    def _record(self, call: Call, bad: list[Tensor]) -> None:
         suspects = {slot: tensor for slot, tensor in enumerate(call.values) if not is_finite(tensor)}
         origins = {slot: self.origins(call.given[slot], call.values[slot]) for slot in suspects}
         if suspects:
@@ -179,103 +167,6 @@ class Provenance(torch_private.DispatchMode):
             return "accumulate", "", Place()
         place, repeated = self._locator.in_backward(torch_private.sequence_number(node))
         return ("forward" if repeated else self.phase), node.name(), place
-
-
-class _Call:
-    """An operator with its arguments, which can be run again with some tensors replaced.
-
-    Attributes:
-        given: the tensors among the arguments.
-        values: what they held before the operator ran; copies of those that it writes to.
-    """
-
-    def __init__(self, func: Any, traits: _Traits, args: Any, kwargs: Any, *, copies: bool = False):
-        self._func, self.traits = func, traits
-        self._flat, self._spec = torch_private.flatten((args, kwargs))
-        self._slots = [index for index, leaf in enumerate(self._flat) if isinstance(leaf, Tensor)]
-        self.given = [self._flat[index] for index in self._slots]
-        self.labels, self._writes = [], []
-        for label, value in _labelled(traits.arguments, args, kwargs):
-            tensors = [leaf for leaf in torch_private.flatten(value)[0] if isinstance(leaf, Tensor)]
-            several = len(tensors) > 1
-            self.labels += [f"{label}.{place}" if several else label for place in range(len(tensors))]
-            self._writes += [label in traits.writes] * len(tensors)
-        self.values = [
-            tensor.clone() if copies and writes else tensor
-            for tensor, writes in zip(self.given, self._writes, strict=True)
-        ]
-
-    @property
-    def has_infinite_number(self) -> bool:
-        """Whether the operator was given inf as a number."""
-        return any(isinstance(leaf, float) and leaf in (torch.inf, -torch.inf) for leaf in self._flat)
-
-    def outputs(self, out: Any, given: list[Tensor]) -> list[Tensor]:
-        """The tensors that the operator returned, and those of the given ones that it wrote to."""
-        outputs = list(_tensors(out))
-        written = [tensor for tensor, writes in zip(given, self._writes, strict=True) if writes]
-        return outputs + [tensor for tensor in written if not any(tensor is output for output in outputs)]
-
-    def again(self, replaced: Mapping[int, Tensor]) -> list[Tensor] | None:
-        """The outputs with some tensors replaced; None where the operator refuses them."""
-        values = [replaced.get(slot, value) for slot, value in enumerate(self.values)]
-        if self.traits.writes:
-            values = [value.clone() if writes else value for value, writes in zip(values, self._writes, strict=True)]
-        flat = list(self._flat)
-        for index, value in zip(self._slots, values, strict=True):
-            flat[index] = value
-        args, kwargs = torch_private.unflatten(flat, self._spec)
-        try:
-            with self._random_state_kept():
-                out = self._func(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError, NotImplementedError):
-            return None  # it checks its input: what it says of this replacement is that it is no better
-        return self.outputs(out, values)
-
-    def _random_state_kept(self) -> AbstractContextManager[None]:
-        return random_state_kept(self._flat) if self.traits.random else nullcontext()
-
-
-@contextmanager
-def random_state_kept(arguments: Iterable[Any] = ()) -> Iterator[None]:
-    """Leaves torch's generators, and those among the arguments, as they were."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
-    states = [(one, one.get_state()) for one in arguments if isinstance(one, torch.Generator)]
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-
-
-def _labelled(names: tuple[str, ...], args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    for place, value in enumerate(args):
-        yield (names[place] if place < len(names) else str(place)), value
-    yield from kwargs.items()
-
-
-@functools.cache
-def _traits_of(func: Any) -> _Traits:
-    schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order operator: its body runs below this mode
-        return _Traits(str(func), (), False, frozenset(), False)
-    aliases = [result.alias_info for result in schema.returns if result.alias_info is not None]
-    return _Traits(
-        schema.name.split("::")[1],
-        tuple(argument.name for argument in schema.arguments),
-        any(not alias.is_write for alias in aliases),
-        frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
-        torch.Tag.nondeterministic_seeded in func.tags,
-    )
-
-
-def _tensors(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, (tuple, list)):
-        for one in out:
-            yield from _tensors(one)
 
 
 def _covers(tensor: Tensor) -> bool:

@@ -15,10 +15,12 @@ from torch import Tensor
 from functional_amp.accumulate import accumulate
 from functional_amp.backward import Loss, ScaledGrads, denominator, scale_backward
 from functional_amp.clip import global_norm
-from functional_amp.debug.blame import Origin, is_finite
+from functional_amp.debug.blame import Origin
+from functional_amp.debug.explain_range import is_finite
 from functional_amp.debug.locate import Locator
 from functional_amp.debug.progress import nonfinite_paths
-from functional_amp.debug.provenance import Provenance, random_state_kept
+from functional_amp.debug.provenance import Provenance
+from functional_amp.debug.provenance_call import random_state_kept
 from functional_amp.optim import Optimizer
 from functional_amp.precision import cast_floating
 from functional_amp.random import seeded
