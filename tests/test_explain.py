@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch._inductor import config as inductor_config
 import functional_amp as fa
 from functional_amp.debug import Explanation, Range, explain
 from tests.explained import check_answers, explained
-from tests.plants import PLANTS, Plant
+from tests.plants import PLANTS, Case, Plant
 
 BACKENDS = ("autograd", "func")
 
@@ -132,3 +134,38 @@ def test_the_double_backward_of_a_gradient_penalty() -> None:
     for backend in BACKENDS:
         why = explain(loss_fn, state_of(torch.ones(3), 1.0), [torch.tensor([0.0, 1.0, 2.0])], backend=backend)
         assert (why.stage, why.operator, why.node) == ("forward", "div", "SqrtBackward0")
+
+
+@pytest.mark.slow
+def test_the_page_says_what_detect_anomaly_finds() -> None:
+    raised = named = total = 0
+    for plant in PLANTS:
+        torch.manual_seed(0)
+        case = plant.build()
+        why = explained(case, plant.backends[0])
+        if why.stage not in ("input", "forward", "backward"):
+            continue
+        message, trace = anomaly(case)
+        total += 1
+        raised += "nan values" in message
+        named += "nan values" in message and f'{Path(why.file).name}", line {why.line}' in trace
+    page = (Path(__file__).parent.parent / "docs" / "falling.md").read_text()
+    assert f"raises for {raised} of {total} and" in " ".join(page.split())
+    assert f"line at fault for {named};" in " ".join(page.split())
+
+
+def anomaly(case: Case) -> tuple[str, str]:
+    """What torch's anomaly mode raises for a window, and the stack of the forward that it prints."""
+    params, buffers = case.params, case.buffers
+    params = params if case.compute_dtype is None else fa.cast_floating(params, case.compute_dtype)
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly():
+        warnings.simplefilter("always")
+        try:
+            for batch in case.window:
+                given = (batch,) if buffers is None else (batch, buffers)
+                scaler = fa.StaticScale(case.scale)
+                out = fa.scale_backward(case.loss_fn, scaler, params, *given, backend="autograd")
+                buffers = None if buffers is None else out.aux[1]
+        except RuntimeError as error:
+            return str(error), "".join(str(warning.message) for warning in caught)
+    return "", ""
