@@ -158,14 +158,15 @@ def anomaly(case: Case) -> tuple[str, str]:
     """What torch's anomaly mode raises for a window, and the stack of the forward that it prints."""
     params, buffers = case.params, case.buffers
     params = params if case.compute_dtype is None else fa.cast_floating(params, case.compute_dtype)
-    with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            for batch in case.window:
-                given = (batch,) if buffers is None else (batch, buffers)
-                scaler = fa.StaticScale(case.scale)
-                out = fa.scale_backward(case.loss_fn, scaler, params, *given, backend="autograd")
-                buffers = None if buffers is None else out.aux[1]
+            with torch.autograd.detect_anomaly():
+                for batch in case.window:
+                    given = (batch,) if buffers is None else (batch, buffers)
+                    scaler = fa.StaticScale(case.scale)
+                    out = fa.scale_backward(case.loss_fn, scaler, params, *given, backend="autograd")
+                    buffers = None if buffers is None else out.aux[1]
         except RuntimeError as error:
             return str(error), "".join(str(warning.message) for warning in caught)
     return "", ""
