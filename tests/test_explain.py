@@ -170,3 +170,74 @@ def anomaly(case: Case) -> tuple[str, str]:
         except RuntimeError as error:
             return str(error), "".join(str(warning.message) for warning in caught)
     return "", ""
+
+
+@torch.library.custom_op("functional_amp_tests::divide_into", mutates_args={"out"})
+def divide_into(out: Tensor, x: Tensor) -> None:
+    out.copy_(x / 0)
+
+
+def filled_by_a_custom_operator(params: Tensor, x: Tensor) -> Tensor:
+    out = torch.empty(2)
+    divide_into(out, x)
+    return (params * out).sum()
+
+
+def given_an_output(params: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        out = torch.empty(2)
+        torch.log(x - x, out=out)
+    return (params * out).sum()
+
+
+def slope_in_forward_mode(params: Tensor, x: Tensor) -> Tensor:
+    return torch.func.jvp(lambda y: (y * params).sqrt().sum(), (x - x,), (torch.ones(2),))[1]
+
+
+def slopes_of_each_sample(params: Tensor, x: Tensor) -> Tensor:
+    return torch.vmap(torch.func.grad(lambda y: (y * params).sqrt().sum()))(torch.stack([x, x - x])).sum()
+
+
+def multiplied_by_an_infinite_number(params: Tensor, x: Tensor) -> Tensor:
+    return (params * x * torch.inf).sum()
+
+
+def mask_that_is_multiplied(params: Tensor, x: Tensor) -> Tensor:
+    mask = torch.full((2,), -torch.inf)
+    return (x * params + mask) @ x
+
+
+def parts_of_one_memory(params: Tensor, x: Tensor) -> Tensor:
+    out = torch.zeros(2)
+    out[0] = (params * 100 * x).exp()[0]
+    out[1] = (params * x / 0)[1].detach()
+    return out[0]
+
+
+def many_steps(params: Tensor, x: Tensor) -> Tensor:
+    hidden = params * x
+    for _ in range(300):
+        hidden = hidden * 1.5
+    return hidden.sum()
+
+
+CULPRITS = {
+    filled_by_a_custom_operator: "divide_into",
+    given_an_output: "log",
+    slope_in_forward_mode: "div",
+    slopes_of_each_sample: "div",
+    multiplied_by_an_infinite_number: "mul",
+    mask_that_is_multiplied: "full",
+    parts_of_one_memory: "exp",
+    many_steps: "mul",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's, in forward mode
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_fn", CULPRITS, ids=lambda loss_fn: loss_fn.__name__)
+def test_the_culprit_of_an_unusual_loss(loss_fn: Any, backend: Any) -> None:
+    why = explain(loss_fn, state_of(torch.ones(2), 1.0), [torch.ones(2)], backend=backend)
+    assert (why.stage, why.operator) == ("forward", CULPRITS[loss_fn])
+    first = loss_fn.__code__.co_firstlineno
+    assert why.line is not None and first < why.line <= first + 5

@@ -163,24 +163,39 @@ def roots(origin: Origin) -> list[Origin]:
         causes = [parent for parent in current.parents if not is_written(parent)]
         open_origins += causes
         if current.itself or not causes:
-            data = [] if current.itself or _takes_masks(current.operator) else _given(current.parents)
-            found += data or [current]
+            found += _consumed(current)
     return found
+
+
+def _consumed(event: Event) -> list[Origin]:
+    """Who is to blame where an operator takes infinities that were written on purpose: who wrote them, or it."""
+    if event.itself or _takes_masks(event.operator):
+        return [event]
+    sources = _sources(event.parents)
+    if event.has_nan and not all(isinstance(source, Outside) for source in sources):
+        return [event]
+    return sources
 
 
 def _takes_masks(operator: str) -> bool:
     return operator in _MASKED or operator.startswith(_ATTENTION)
 
 
-def _given(origins: Sequence[Origin]) -> list[Origin]:
-    """The tensors of the caller among the sources of moved infinities; [] where any was written by an operator."""
-    found: list[Origin] = []
-    for origin in origins:
-        further = [origin] if isinstance(origin, Outside) else _given(origin.parents)
-        if not further:
-            return []
-        found += further
-    return found
+def _sources(origins: Sequence[Origin]) -> list[Origin]:
+    """Where infinities that only moved came from."""
+    found: dict[int, Origin] = {}
+    open_origins = list(origins)
+    seen: set[int] = set()
+    while open_origins:
+        origin = open_origins.pop()
+        if id(origin) in seen:
+            continue
+        seen.add(id(origin))
+        if isinstance(origin, Outside) or not origin.parents:
+            found[id(origin)] = origin
+        else:
+            open_origins += origin.parents
+    return list(found.values())
 
 
 def ancestors(origins: Sequence[Origin]) -> set[int]:

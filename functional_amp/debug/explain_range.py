@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from functional_amp.debug import torch_private
+
 
 @dataclass(frozen=True)
 class Range:
@@ -47,7 +49,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor has neither inf nor NaN. Integers, and tensors without plain memory, count as finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return True
-    if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter):
+    if not torch_private.has_memory(tensor) or type(tensor) not in (Tensor, torch.nn.Parameter):
         return True
     values = readable(tensor)
     # A finite sum proves it, and is the fastest to take. One that overflowed proves nothing.

@@ -148,7 +148,7 @@ class Provenance(torch_private.DispatchMode):
 
     def _name_of(self, tensor: Tensor) -> str:
         """The name of the caller's tensor that a tensor is a view of, or ""."""
-        if tensor.layout != torch.strided:
+        if not torch_private.has_memory(tensor):
             return ""
         known = self._named.get(torch_private.storage_key(tensor), [])
         if len(known) < 2:

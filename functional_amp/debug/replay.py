@@ -15,6 +15,7 @@ from torch import Tensor
 from functional_amp.accumulate import accumulate
 from functional_amp.backward import Loss, ScaledGrads, denominator, scale_backward
 from functional_amp.clip import global_norm
+from functional_amp.debug import torch_private
 from functional_amp.debug.blame import Origin
 from functional_amp.debug.explain_range import is_finite
 from functional_amp.debug.locate import Locator
@@ -239,5 +240,5 @@ def _static(scale: float, state: TrainState) -> StaticScale:
 
 def _named(name: str, tree: PyTree) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in zip(paths(tree), flatten(tree).leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
+        if isinstance(leaf, Tensor) and torch_private.has_memory(leaf):
             yield (name if path == "<root>" else f"{name}.{path}"), leaf

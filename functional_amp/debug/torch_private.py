@@ -39,6 +39,11 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has elements to read. Forward mode makes zeros that have none: reading one crashes."""
+    return tensor.layout == torch.strided and not tensor.is_meta and not tensor._is_zerotensor()
+
+
 @functools.cache
 def dispatches_itself(kind: type) -> bool:
     """Whether a class of tensors has operators of its own, made of plain ones."""
