@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_number
+from functional_amp.loans import lending
 from functional_amp.scaler import FLOAT32_MAX, FLOAT32_TINY, Scaler, check_scaler, scale_tensor
 from functional_amp.transform import finite_cotangents, stage
 from functional_amp.tree import (
@@ -112,6 +113,7 @@ class ScaledBackward(NamedTuple):
 
 
 @stage
+@lending
 def scale_backward(
     loss_fn: Callable[..., Tensor | Loss],
     scaler: Scaler,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_amp.backward import Loss, Problem, ScaledGrads, is_one, recorded, weight_tensor, weighted
 from functional_amp.inplace import apart, disjoint, owned, writes, wrote
+from functional_amp.loans import lending
 from functional_amp.scaler import Scaler
 from functional_amp.state import TrainState
 from functional_amp.transform import stage, transformed
@@ -55,6 +56,7 @@ class Added(NamedTuple):
 
 
 @stage
+@lending
 def accumulate_in_place(
     loss_fn: Callable[..., Tensor | Loss],
     scaler: Scaler,

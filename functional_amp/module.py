@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
-import threading
+import dataclasses
 import weakref
-from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from functional_amp.tree import with_fields
+from functional_amp.lender import Lender
+from functional_amp.templates import Tensors, memory, own_copy, registered
 
-Tensors = dict[str, Tensor]
+_KINDS = {
+    "DataParallel": "Pass its .module; each process or device then has a step of its own",
+    "DistributedDataParallel": "Pass its .module, and add the gradients of the ranks in the step",
+    "FullyShardedDataParallel": "Pass the module before it is wrapped, and shard the params as DTensors",
+    "FSDPModule": "Pass the module before fully_shard, and shard the params as DTensors",
+    "ScriptModule": "Pass the module that was scripted or traced, and compile the step",
+    "OptimizedModule": "Pass its ._orig_mod, and compile the step: make_step(..., compile=True)",
+}
 
 
 class FromModule(NamedTuple):
@@ -33,39 +41,42 @@ class Apply:
         output          = apply(params, *args)                          # fixed buffers
         output, buffers = apply.with_buffers(params, buffers, *args)    # new ones are returned
 
-    `apply.train()` and `apply.eval()` are the same function in the other mode.
+    `apply.train()` and `apply.eval()` are the same function in the other mode, `apply.bind(buffers)` is
+    the one with other fixed buffers, `apply.method("decode")` calls another method.
+
+    The first call is a rehearsal on copies: a forward that writes to parameters, or keeps something that
+    the next call would read, is refused before anything of the caller's has been touched. Later calls compare
+    version counters and attributes. docs/followed.md lists what is followed and what is refused.
     """
 
     template: nn.Module
     """A private copy on the meta device: the structure without the numbers."""
-    places: Mapping[str, str]
-    """Where each tensor goes: every attribute path of the module -> the name of its leaf."""
     buffers: Tensors
     frozen: frozenset[str]
     """The names among `buffers` that are parameters with requires_grad=False."""
+    lender: Lender
+    modes: dict[bool, Lender]
+    """The lenders of the train and of the eval mode, once they have been asked for."""
+    name: str = ""
+    """The method that is called; the module itself where it is empty."""
+    bound: bool = False
 
     def __call__(self, params: Tensors, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward with the buffers as they were in the module.
+        """Runs the forward with fixed buffers: those that were bound, or those that the module had.
 
         Raises:
-            RuntimeError: if the forward wrote to a buffer (BatchNorm in train mode does).
+            RuntimeError: if the forward wrote to a buffer (BatchNorm in train mode does), or reads running
+                statistics that are not bound; see also `Apply`.
             ValueError: if names are missing among `params` or too many.
             TypeError: for a value that is no tensor.
         """
-        given = self._copies(self.buffers)
-        versions = {} if torch.compiler.is_compiling() else {name: b._version for name, b in given.items()}
-        output, after = self._run(params, given, args, kwargs)
-        compiling = torch.compiler.is_compiling()
-        written = {name for name, b in given.items() if after[name] is not b}
-        if not compiling:  # there are no version counters in a graph
-            written |= {name for name, b in given.items() if b._version != versions[name]}
-        # BatchNorm's kernel moves no version counter: its count of batches tells, where there is one to read.
-        written |= set(_running_statistics(self.template, counted=compiling or bool(written)))
-        written = [name for name in given if name in written]
-        if written:
+        if not self.bound:
+            self._check_statistics()
+        output, _, written = self._run(params, self.buffers, args, kwargs)
+        if written := [name for name in self.buffers if name in written]:
             raise RuntimeError(
-                f"apply: the module wrote to its buffers {written}, and this form does not return them. "
-                "Use output, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()."
+                f"apply: found that the module wrote to its buffers {written}, expected fixed ones: this form does "
+                "not return them. Use output, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()."
             )
         return output
 
@@ -79,53 +90,112 @@ class Apply:
             ValueError: if names are missing among `params` or `buffers`, or too many.
         """
         _check_names(buffers, set(self.buffers), "buffers")
-        return self._run(params, self._copies(buffers), args, kwargs)
+        return self._run(params, buffers, args, kwargs)[:2]
 
     def train(self, mode: bool = True) -> Apply:
         """The same function in train mode (dropout on, BatchNorm on batch statistics)."""
-        with _alone_in(self.template):
-            template = copy.deepcopy(self.template)
-        return with_fields(self, template=template.train(mode))
+        if mode not in self.modes:
+            master = copy.deepcopy(self.template).train(mode)
+            self.modes[mode] = Lender(master, self.lender.origin, self.lender.scratch, self.lender.moved)
+        lender = self.modes[mode]
+        return dataclasses.replace(self, template=lender.master, lender=lender)
 
     def eval(self) -> Apply:
         """The same function in eval mode."""
         return self.train(False)
 
-    def _copies(self, buffers: Tensors) -> Tensors:
-        """functional_call lets the module write into what it is given."""
-        return {name: b if name in self.frozen else b.clone() for name, b in buffers.items()}
+    def bind(self, buffers: Tensors) -> Apply:
+        """The function with other fixed buffers, which are copied: those of a trained state, for evaluation.
 
-    def _run(
-        self, params: Tensors, buffers: Tensors, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Tensors]:
-        _check_names(params, set(self.places.values()) - set(self.buffers), "params")
-        tensors = {**params, **buffers}
-        placed = {place: tensors[name] for place, name in self.places.items()}
-        # Each attribute is named once, so that shared submodules are restored after the call.
-        with _alone_in(self.template):
-            output = torch.func.functional_call(self.template, placed, args, kwargs, tie_weights=False)
-        # A buffer that the module assigned anew stands in `placed` now; of tied ones the first counts.
-        return output, {name: placed[name] for name in buffers}
+        Raises:
+            ValueError: if names are missing among `buffers` or too many.
+
+        >>> import torch
+        >>> apply, params, buffers = from_module(torch.nn.BatchNorm1d(1))
+        >>> _, trained = apply.with_buffers(params, buffers, torch.tensor([[1.0], [3.0]]))
+        >>> apply.eval().bind(trained)(params, torch.tensor([[0.2]])).abs() < 1e-6
+        tensor([[True]])
+        """
+        _check_names(buffers, set(self.buffers), "buffers")
+        copies = {name: buffers[name].detach().clone() for name in self.buffers}
+        return dataclasses.replace(self, buffers=copies, bound=True)
+
+    def method(self, name: str) -> Apply:
+        """The function that calls another method of the module, `decode` of an autoencoder say.
+
+        Raises:
+            AttributeError: if the module has no such method.
+        """
+        if not callable(getattr(self.template, name, None)):
+            raise AttributeError(
+                f"apply.method: found no method {name!r} of {type(self.template).__name__}, expected one of its class. "
+                "Give the name of a method, as a string."
+            )
+        return dataclasses.replace(self, name=name)
+
+    def state_dict(self, params: Tensors, buffers: Tensors | None = None) -> dict[str, Any]:
+        """What `module.load_state_dict` takes, with the given tensors: tied weights at each of their names.
+
+        Args:
+            params: the parameters by name.
+            buffers: the buffers by name; None for those of the module, or those bound.
+
+        >>> import torch
+        >>> module = torch.nn.Linear(1, 1)
+        >>> apply, params, buffers = from_module(module)
+        >>> module.load_state_dict(apply.state_dict(params, buffers))
+        <All keys matched successfully>
+        """
+        buffers = self.buffers if buffers is None else buffers
+        _check_names(params, self._trainable(), "params")
+        _check_names(buffers, set(self.buffers), "buffers")
+        return self.lender.state_dict({**params, **buffers})
+
+    def _trainable(self) -> set[str]:
+        return set(self.lender.names.values()) - set(self.buffers)
+
+    def _check_statistics(self) -> None:
+        """Raises where fixed buffers would be running statistics that training has moved, or may have."""
+        names = [name for name in self.buffers if name in self.lender.statistics or name in self.lender.moved]
+        if names and not self.lender.writes_statistics:
+            raise RuntimeError(
+                f"apply: found running statistics {names} as they were in the module, expected to be told which: "
+                "training moves them. Use apply.bind(buffers)(params, ...) with the buffers of the state, or those "
+                "that from_module gave; or apply.with_buffers(params, buffers, ...)."
+            )
+
+    def _run(self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors, set[str]]:
+        _check_names(params, self._trainable(), "params")
+        if not torch.compiler.is_compiling():
+            return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs)
+        return self._traced(params, buffers, args, kwargs)
+
+    def _traced(self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors, set[str]]:
+        """The call in a graph, which is traced with the template itself."""
+        tensors = {**params, **{name: b if name in self.frozen else b.clone() for name, b in buffers.items()}}
+        plan = self.lender.plan
+        before = [container[key] for container, key, _ in plan]
+        for container, key, name in plan:
+            container[key] = tensors[name]
+        output = (getattr(self.template, self.name) if self.name else self.template)(*args, **kwargs)
+        after: Tensors = {}
+        for (container, key, name), meta in zip(plan, before):
+            after.setdefault(name, container[key])
+            container[key] = meta
+        written = {name for name in buffers if after[name] is not tensors[name]}
+        # A graph has no version counters. These are known to be written to.
+        written |= self.lender.written | (self.lender.statistics if self.lender.writes_statistics else set())
+        return output, {name: after[name] for name in buffers}, written
 
 
-_LOCKS: MutableMapping[nn.Module, Any] = weakref.WeakKeyDictionary()
-_MAKING = threading.Lock()
-
-
-def _alone_in(template: nn.Module) -> AbstractContextManager[Any]:
-    """Keeps other threads out of a template: while `functional_call` runs, its tensors are those of one caller."""
-    if torch.compiler.is_compiling():  # a graph puts nothing into the module
-        return nullcontext()
-    with _MAKING:
-        return _LOCKS.setdefault(template, threading.RLock())
-
-
-def from_module(module: nn.Module) -> FromModule:
+def from_module(module: nn.Module, *, scratch: Iterable[str] = ()) -> FromModule:
     """Takes a module apart into a pure function and its tensors. The module is never changed.
 
     Args:
         module: any `nn.Module`, in the mode (train or eval) that the function is to have. Lazy modules
             must have seen an input.
+        scratch: the names of attributes that the forward writes for others to read (`self.aux = ...`); they
+            are put back after each call. Those that are written before they are read are found by themselves.
 
     Returns:
         apply: the forward; see `Apply`.
@@ -134,7 +204,8 @@ def from_module(module: nn.Module) -> FromModule:
             differentiated, not in the norm and not decayed.
 
     Raises:
-        TypeError: for anything that is no module, or a lazy module without shapes.
+        TypeError: for anything that is no module, a lazy module without shapes, a wrapper of a module, and
+            what a copy can't follow: see docs/followed.md.
 
     >>> import torch
     >>> apply, params, buffers = from_module(torch.nn.Linear(2, 1))
@@ -142,27 +213,22 @@ def from_module(module: nn.Module) -> FromModule:
     (['bias', 'weight'], torch.Size([3, 1]))
     """
     _check_module(module)
-    places, params, buffers, frozen = {}, {}, {}, set()
-    names: dict[int, str] = {}
-    meta: dict[int, Any] = {}
-    for place, tensor in _attributes(module):
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise TypeError(f"module: {place!r} has no shape yet. Run the module on one batch first.")
-        first = names.setdefault(id(tensor), place)
-        places[place] = first
-        if first != place:
-            continue
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            params[place] = tensor.detach().clone()
-        else:
-            buffers[place] = tensor.detach().clone()
-        if isinstance(tensor, nn.Parameter):
-            frozen |= set() if tensor.requires_grad else {place}
-            meta[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
-        else:
-            meta[id(tensor)] = tensor.detach().to("meta")
-    template = copy.deepcopy(module, meta)
-    return FromModule(Apply(template, places, dict(buffers), frozenset(frozen)), params, buffers)
+    _check_kind(module)
+    if isinstance(scratch, str):
+        raise TypeError(f"scratch: found the string {scratch!r}, expected several names. Write ({scratch!r},).")
+    tensors: dict[str, Tensor] = {}
+    for place, tensor in registered(module):
+        _check_tensor(place, tensor)
+        if not any(tensor is other for other in tensors.values()):
+            tensors[place] = tensor
+    _check_memory(tensors)
+    trainable = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    others = {name: t.detach().clone() for name, t in tensors.items() if name not in trainable}
+    frozen = frozenset(name for name in others if isinstance(tensors[name], nn.Parameter))
+    origin = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+    lender = Lender(own_copy(module), origin, scratch, set())
+    apply = Apply(lender.master, dict(others), frozen, lender, {})
+    return FromModule(apply, {name: t.detach().clone() for name, t in trainable.items()}, others)
 
 
 def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None) -> None:
@@ -186,7 +252,7 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
     _check_module(module)
     tensors: Tensors = {}
     names: set[int] = set()
-    for place, tensor in _attributes(module):
+    for place, tensor in registered(module):
         if id(tensor) not in names:
             names.add(id(tensor))
             tensors[place] = tensor
@@ -211,31 +277,40 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
             tensors[name].copy_(value)
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Every parameter and buffer attribute once, submodules that stand at two names under the first."""
-    return [
-        (f"{prefix}.{name}" if prefix else name, tensor)
-        for prefix, submodule in module.named_modules()
-        for tensors in (submodule._parameters, submodule._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    ]
-
-
-def _running_statistics(module: nn.Module, *, counted: bool) -> list[str]:
-    """The buffers that normalization layers in train mode write to; without those that count batches, unless asked."""
-    return [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.training and layer.track_running_stats
-        if counted or layer.num_batches_tracked is None
-        for name in layer._buffers
-    ]
-
-
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: found {type(module).__name__}, expected a torch.nn.Module.")
+
+
+def _check_kind(module: nn.Module) -> None:
+    for place, layer in module.named_modules():
+        for kind in type(layer).__mro__:
+            if kind.__name__ in _KINDS and kind.__module__.startswith("torch."):
+                raise TypeError(
+                    f"module: found {kind.__name__} at {place!r}, expected a plain module. {_KINDS[kind.__name__]}."
+                )
+
+
+def _check_tensor(place: str, tensor: Tensor) -> None:
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise TypeError(f"module: {place!r} has no shape yet. Run the module on one batch first.")
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise TypeError(
+            f"module: found a gradient hook on {place!r}, expected none: gradients are values here, and pass no hook. "
+            "Remove it (handle.remove()), and say the same in the loss function: to freeze rows, give apply "
+            "torch.where(mask, weight, weight.detach())."
+        )
+
+
+def _check_memory(tensors: Tensors) -> None:
+    """Raises TypeError for two tensors over one memory, which would be two leaves from now on."""
+    spans = sorted((span, name) for name, tensor in tensors.items() if (span := memory(tensor)))
+    for ((_, end), first), ((start, _), second) in pairwise(spans):
+        if start < end:
+            raise TypeError(
+                f"module: found one memory under {first!r} and {second!r}, expected one tensor at both places. "
+                "Tie them by the parameter itself: decoder.weight = encoder.weight."
+            )
 
 
 def _check_names(found: Any, expected: set[str], what: str) -> None:

@@ -1,0 +1,237 @@
+"""Templates: copies of a module into which tensors are laid for one call, and which are looked at after it."""
+
+from __future__ import annotations
+
+import collections.abc
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from functional_amp.reach import CONTAINERS, absent, attributes, contents, is_object, pretty, walk
+
+Tensors = dict[str, Tensor]
+
+_HOOKS = {name for name in vars(nn.Module()) if "hook" in name}
+_MISSING = object()
+_STALE = (
+    "before it is computed, expected the forward to compute it first: it is a view of a parameter, or was computed "
+    "from one, and a copy of the module has no numbers of its own. Compute it in the forward."
+)
+_LINKS = (
+    "expected a module that reaches itself through attributes, lists, dicts, bound methods and partials alone. "
+    "Make the function a method, or write functools.partial(function, self); hold the module in a list."
+)
+
+
+class Watched(NamedTuple):
+    """A container that a forward may change: what it held, and how to look."""
+
+    path: str
+    container: Any
+    namespace: bool
+    """True for the attributes of an object, False for a list, a dict, a variable of a closure."""
+    read: Callable[[], Iterable[Any]]
+    values: tuple[Any, ...]
+    before: Any
+
+    def changed(self) -> bool:
+        values = tuple(self.read())
+        return len(values) != len(self.values) or not all(map(is_, values, self.values))
+
+
+class Change(NamedTuple):
+    """What a forward left at a place: its name, what was there and what is there now."""
+
+    name: str
+    namespace: bool
+    before: Any
+    now: Any
+
+
+class Template:
+    """One copy of the module.
+
+    Attributes:
+        slots: the plan: which tensor goes where, as (container, key, name).
+    """
+
+    def __init__(self, master: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str], shared: set[int]):
+        self.module: nn.Module = copy.deepcopy(master, dict(memo))
+        for layer in self.module.modules():
+            if isinstance(layer, nn.RNNBase):  # its own list of weights is among the slots
+                layer._flat_weight_refs = [None] * len(layer._flat_weights)
+        self.slots = slots(self.module, names)
+        self._absent = {name: container[key] for container, key, name in self.slots}
+        self._watched: list[Watched] = []
+        for path, obj in walk(self.module, lambda obj: id(obj) in shared and is_object(obj)):
+            container = obj if isinstance(obj, CONTAINERS) else attributes(obj)
+            if (container is obj or container) and not (id(obj) in shared and is_object(obj)):
+                read = container.values if isinstance(container, dict) else _reader(container)
+                before = copy.copy(container) if isinstance(container, (dict, set)) else contents(container)
+                entry = Watched(path, container, container is not obj, read, contents(container), before)
+                self._watched.append(entry)
+        self._quick = [entry for entry in self._watched if entry.path.rpartition(".")[2] not in _HOOKS]
+
+    def place(self, tensors: Tensors) -> None:
+        """Lays the tensors in."""
+        for container, key, name in self.slots:
+            container[key] = tensors[name]
+
+    def take_out(self) -> dict[str, Any]:
+        """Puts the placeholders back. Gives what lay there; of tied places, what lay in the first."""
+        after: dict[str, Any] = {}
+        for container, key, name in reversed(self.slots):
+            after[name] = container.get(key) if isinstance(container, dict) else container[key]
+            container[key] = self._absent[name]
+        return after
+
+    def changes(self, *, quick: bool) -> list[Change]:
+        """What the containers hold that they did not, once the tensors have been taken out."""
+        entries = self._quick if quick else self._watched
+        return [change for entry in entries if entry.changed() for change in _changes(entry)]
+
+    def put_back(self) -> None:
+        """Puts into the containers what they held."""
+        for entry in self._watched:
+            if entry.changed():
+                _fill(entry.container, entry.before)
+
+    def seal(self, names: Iterable[str]) -> None:
+        """Makes attributes unreadable, those that do not exist yet included."""
+        for name in names:
+            path, _, key = name.rpartition(".")
+            for entry in self._watched:
+                if entry.namespace and entry.path == path:
+                    entry.container[key] = absent(name, "before it is written.")
+
+    def run(self, method: str, args: Any, kwargs: Any) -> Any:
+        """Calls the module, or one of its methods."""
+        return (getattr(self.module, method) if method else self.module)(*args, **kwargs)
+
+
+def own_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module that reaches nothing of the original, with its tensors on the meta device.
+
+    Constants (tensors that are neither parameters nor buffers) keep their values. What can not be copied
+    and leads nowhere, a lock or a script function, is shared.
+
+    Raises:
+        TypeError: for what can not be copied, and for a copy that would reach the original.
+    """
+    tensors = {id(tensor): tensor for _, tensor in registered(module)}
+    places = {id(tensor): place for place, tensor in reversed(registered(module))}
+    taken = sorted(span for tensor in tensors.values() if (span := memory(tensor)))
+    memo: dict[int, Any] = {}
+    for key, tensor in tensors.items():
+        meta = tensor.detach().to("meta")
+        memo[key] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    for path, obj in walk(module):
+        if id(obj) in memo:
+            continue
+        if isinstance(obj, Tensor):
+            span = memory(obj)
+            if not obj.is_leaf or (span and any(span[0] < end and start < span[1] for start, end in taken)):
+                memo[id(obj)] = absent(path, _STALE, obj.shape, obj.dtype)
+        elif is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not _can_be_copied(obj, {}):
+            memo[id(obj)] = obj
+    try:
+        copied = copy.deepcopy(module, dict(memo))
+    except Exception as error:
+        raise TypeError(
+            f"module: found {_uncopyable(module, memo)!r}, of which copy.deepcopy gives {type(error).__name__} "
+            f"({error}), expected attributes that can be copied. Give its class a __deepcopy__, or make it in the "
+            "forward."
+        ) from error
+    _refuse_links(copied, {id(layer): "the module itself" for layer in module.modules()} | places, module)
+    return copied
+
+
+def _refuse_links(copied: nn.Module, original: dict[int, str], module: nn.Module) -> None:
+    for path, obj in walk(copied):
+        if id(obj) in original:
+            raise TypeError(f"module: found {original[id(obj)]!r} behind {path!r}, {_LINKS}")
+    theirs = {id(obj) for _, obj in walk(module)}
+    for path, obj in walk(copied, lambda obj: id(obj) in theirs and is_object(obj)):
+        if type(obj) in weakref.ProxyTypes:
+            raise TypeError(f"module: found a weak proxy at {path!r}, {_LINKS}")
+        if isinstance(obj, (collections.abc.Iterator, torch.Generator)) and not isinstance(obj, nn.Module):
+            raise TypeError(
+                f"module: found a {type(obj).__name__} at {path!r}, expected nothing that each use moves on: two calls "
+                "would differ. Keep a list and a buffer that counts; draw from torch's own generator, which seed= sets."
+            )
+
+
+def registered(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter and buffer attribute once, submodules that stand at two names under the first."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, tensor)
+        for prefix, submodule in module.named_modules()
+        for tensors in (submodule._parameters, submodule._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+
+
+def slots(module: nn.Module, names: Mapping[int, str]) -> list[tuple[Any, Any, str]]:
+    """Where tensors stand that have names: in attributes, and in every list and dict that the module reaches."""
+    found: list[tuple[Any, Any, str]] = []
+    for _, obj in walk(module):
+        container = obj if isinstance(obj, (dict, list)) else attributes(obj)
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        found += [(container, key, names[id(value)]) for key, value in items if id(value) in names]
+    return found
+
+
+def memory(tensor: Tensor) -> tuple[int, int] | None:
+    """The first and the last byte of a plain tensor; None for one that has no memory of its own to compare."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    if not plain or tensor.numel() == 0:
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _reader(container: Any) -> Callable[[], Iterable[Any]]:
+    return lambda: contents(container)
+
+
+def _changes(entry: Watched) -> list[Change]:
+    if not isinstance(entry.before, dict):
+        return [Change(entry.path, False, entry.before, contents(entry.container))]
+    found = []
+    for key in {**entry.before, **entry.container}:
+        before, now = entry.before.get(key, _MISSING), entry.container.get(key, _MISSING)
+        if before is not now:
+            name = f"{entry.path}.{key}".removeprefix(".") if entry.namespace else pretty(f"{entry.path}[{key!r}]")
+            found.append(Change(name, entry.namespace, before, now))
+    return found
+
+
+def _fill(container: Any, values: Any) -> None:
+    if hasattr(container, "cell_contents") or not hasattr(container, "clear"):
+        container.cell_contents = values[0]
+        return
+    container.clear()
+    container.update(values) if isinstance(container, (dict, set)) else container.extend(values)
+
+
+def _can_be_copied(obj: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(obj, memo)
+    except Exception:
+        return False
+    return True
+
+
+def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
+    """The first attribute that deepcopy refuses."""
+    for prefix, layer in module.named_modules():
+        for key, value in vars(layer).items():
+            if key != "_modules" and not _can_be_copied(value, dict(memo)):
+                return f"{prefix}.{key}".removeprefix(".")
+    return type(module).__name__
