@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from functional_amp.loans import kept
 from functional_amp.reach import Absent, absent, is_object, walk
-from functional_amp.templates import Change, Template, Tensors, registered, slots
+from functional_amp.templates import Change, Template, Tensors, registered, slots, uncopyable
 from functional_amp.transform import transformed
 
 _TAKEN_OUT = (
@@ -49,7 +50,7 @@ class Lender:
         self.written: set[str] = set()
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
-        self._memo: dict[int, Any] = {}
+        self._memo: dict[int, Any] = uncopyable(master)
         self._absent: dict[int, str] = {}
         for place, tensor in registered(master):
             if id(tensor) not in self.names:
@@ -81,7 +82,7 @@ class Lender:
         return Lender(copy.deepcopy(self.master, memo), self.origin, self.scratch, self.moved)
 
     def call(
-        self, params: Tensors, buffers: Tensors, frozen: Iterable[str], method: str, args: Any, kwargs: Any
+        self, params: Tensors, buffers: Tensors, frozen: frozenset[str], method: str, args: Any, kwargs: Any
     ) -> tuple[Any, Tensors, set[str]]:
         """Runs the forward with the tensors in their places.
 
@@ -98,7 +99,7 @@ class Lender:
         """
         if (method, torch.is_grad_enabled()) not in self._rehearsed:
             self._rehearse({**params, **buffers}, params, method, args, kwargs)
-        fixed = {*params, *frozen} - self.written
+        fixed = frozen - self.written if self.written else frozen
         tensors = {**params, **{name: b if name in fixed else b.clone() for name, b in buffers.items()}}
         try:
             template = self._free.pop()
@@ -112,12 +113,13 @@ class Lender:
             self._take_back(template)
             raise
         after = template.take_out()
-        changes = template.changes(quick=True)
+        changes = [] if template.unchanged() else template.changes()
         if changes:
             template.put_back()
         written = _written(tensors, after, versions)
         try:
-            _refuse_writes(written & fixed)
+            if written:
+                _refuse_writes(written & {*params, *fixed})
             moved = [] if _versions(self._constants.values()) == self._as_made else list(self._constants)
             _refuse_changes([*moved, *(change.name for change in changes if not self._is_scratch(change))])
         except RuntimeError:
@@ -207,7 +209,7 @@ class Lender:
             with _Watch(self.origin):
                 template.run(method, args, kwargs)
             after = template.take_out()
-            changes = template.changes(quick=False)
+            changes = template.changes()
         finally:
             template.take_out()
             template.put_back()  # closures are shared with the original
@@ -302,6 +304,8 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
 
 def _written(given: Tensors, after: Mapping[str, Any], versions: list[int]) -> set[str]:
     """The names of what was written to in place, and of what was assigned anew."""
+    if _versions(given.values()) == versions and all(map(is_, map(after.get, given), given.values())):
+        return set()
     return {
         name
         for (name, tensor), old, new in zip(given.items(), versions, _versions(given.values()), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -51,6 +51,8 @@ class Apply:
 
     template: nn.Module
     """A private copy on the meta device: the structure without the numbers."""
+    trainable: frozenset[str]
+    """The names of the parameters."""
     buffers: Tensors
     frozen: frozenset[str]
     """The names among `buffers` that are parameters with requires_grad=False."""
@@ -70,7 +72,7 @@ class Apply:
             ValueError: if names are missing among `params` or too many.
             TypeError: for a value that is no tensor.
         """
-        if not self.bound:
+        if not (self.bound or self.lender.writes_statistics):
             self._check_statistics()
         output, _, written = self._run(params, self.buffers, args, kwargs)
         if written := [name for name in self.buffers if name in written]:
@@ -147,17 +149,14 @@ class Apply:
         <All keys matched successfully>
         """
         buffers = self.buffers if buffers is None else buffers
-        _check_names(params, self._trainable(), "params")
+        _check_names(params, self.trainable, "params")
         _check_names(buffers, set(self.buffers), "buffers")
         return self.lender.state_dict({**params, **buffers})
-
-    def _trainable(self) -> set[str]:
-        return set(self.lender.names.values()) - set(self.buffers)
 
     def _check_statistics(self) -> None:
         """Raises where fixed buffers would be running statistics that training has moved, or may have."""
         names = [name for name in self.buffers if name in self.lender.statistics or name in self.lender.moved]
-        if names and not self.lender.writes_statistics:
+        if names:
             raise RuntimeError(
                 f"apply: found running statistics {names} as they were in the module, expected to be told which: "
                 "training moves them. Use apply.bind(buffers)(params, ...) with the buffers of the state, or those "
@@ -165,7 +164,7 @@ class Apply:
             )
 
     def _run(self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors, set[str]]:
-        _check_names(params, self._trainable(), "params")
+        _check_names(params, self.trainable, "params")
         if not torch.compiler.is_compiling():
             return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs)
         return self._traced(params, buffers, args, kwargs)
@@ -227,7 +226,7 @@ def from_module(module: nn.Module, *, scratch: Iterable[str] = ()) -> FromModule
     frozen = frozenset(name for name in others if isinstance(tensors[name], nn.Parameter))
     origin = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
     lender = Lender(own_copy(module), origin, scratch, set())
-    apply = Apply(lender.master, dict(others), frozen, lender, {})
+    apply = Apply(lender.master, frozenset(trainable), dict(others), frozen, lender, {})
     return FromModule(apply, {name: t.detach().clone() for name, t in trainable.items()}, others)
 
 
@@ -313,12 +312,15 @@ def _check_memory(tensors: Tensors) -> None:
             )
 
 
-def _check_names(found: Any, expected: set[str], what: str) -> None:
+def _check_names(found: Any, expected: Set[str], what: str) -> None:
+    if not torch.compiler.is_compiling() and isinstance(found, dict):  # the rule, without a loop in Python
+        if found.keys() == expected and set(map(type, found.values())) <= {Tensor, nn.Parameter}:
+            return
     if not isinstance(found, Mapping):
         raise TypeError(
             f"{what}: found {type(found).__name__}, expected a dict from names to tensors as from_module gives."
         )
-    missing, extra = sorted(expected - set(found)), sorted(set(found) - expected)
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or extra:
         detail = "; ".join(f"{name} {places}" for name, places in (("missing", missing), ("extra", extra)) if places)
         raise ValueError(

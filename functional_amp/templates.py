@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections.abc
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from functional_amp.reach import CONTAINERS, absent, attributes, contents, is_ob
 
 Tensors = dict[str, Tensor]
 
-_HOOKS = {name for name in vars(nn.Module()) if "hook" in name}
+_MACHINERY = {name for name in vars(nn.Module()) if name != "training"}
+_HOOKS = {name for name in _MACHINERY if "hook" in name}
 _MISSING = object()
 _STALE = (
     "before it is computed, expected the forward to compute it first: it is a view of a parameter, or was computed "
@@ -29,18 +30,17 @@ _LINKS = (
 
 
 class Watched(NamedTuple):
-    """A container that a forward may change: what it held, and how to look."""
+    """A container that a forward may change, and what it held."""
 
     path: str
     container: Any
     namespace: bool
     """True for the attributes of an object, False for a list, a dict, a variable of a closure."""
-    read: Callable[[], Iterable[Any]]
     values: tuple[Any, ...]
     before: Any
 
     def changed(self) -> bool:
-        values = tuple(self.read())
+        values = contents(self.container)
         return len(values) != len(self.values) or not all(map(is_, values, self.values))
 
 
@@ -66,16 +66,29 @@ class Template:
             if isinstance(layer, nn.RNNBase):  # its own list of weights is among the slots
                 layer._flat_weight_refs = [None] * len(layer._flat_weights)
         self.slots = slots(self.module, names)
-        self._absent = {name: container[key] for container, key, name in self.slots}
+        # Of tied places the first is the last here, so that what lies in it counts.
+        self._placeholders = [(container, key, name, container[key]) for container, key, name in reversed(self.slots)]
         self._watched: list[Watched] = []
         for path, obj in walk(self.module, lambda obj: id(obj) in shared and is_object(obj)):
             container = obj if isinstance(obj, CONTAINERS) else attributes(obj)
             if (container is obj or container) and not (id(obj) in shared and is_object(obj)):
-                read = container.values if isinstance(container, dict) else _reader(container)
                 before = copy.copy(container) if isinstance(container, (dict, set)) else contents(container)
-                entry = Watched(path, container, container is not obj, read, contents(container), before)
+                entry = Watched(path, container, container is not obj, contents(container), before)
                 self._watched.append(entry)
-        self._quick = [entry for entry in self._watched if entry.path.rpartition(".")[2] not in _HOOKS]
+        # What is compared after every call: what torch's own machinery and the slots hold is left out.
+        placed = {(id(container), key) for container, key, _ in self.slots}
+        entries = [entry for entry in self._watched if entry.path.rpartition(".")[2] not in _HOOKS]
+        self._dicts = [entry.container for entry in entries if isinstance(entry.container, dict)]
+        self._others = [entry for entry in entries if not isinstance(entry.container, dict)]
+        self._sizes = list(map(len, self._dicts))
+        compared = [
+            (entry.container, key, value)
+            for entry in entries
+            if isinstance(entry.container, dict)
+            for key, value in entry.container.items()
+            if (id(entry.container), key) not in placed and not (entry.namespace and key in _MACHINERY)
+        ]
+        self._owners, self._keys, self._values = map(list, zip(*compared))
 
     def place(self, tensors: Tensors) -> None:
         """Lays the tensors in."""
@@ -83,17 +96,24 @@ class Template:
             container[key] = tensors[name]
 
     def take_out(self) -> dict[str, Any]:
-        """Puts the placeholders back. Gives what lay there; of tied places, what lay in the first."""
+        """Puts the placeholders back. Gives what lay there (None if it was deleted); of tied places, in the first."""
         after: dict[str, Any] = {}
-        for container, key, name in reversed(self.slots):
-            after[name] = container.get(key) if isinstance(container, dict) else container[key]
-            container[key] = self._absent[name]
+        for container, key, name, placeholder in self._placeholders:
+            after[name] = container[key] if isinstance(container, list) or key in container else None
+            container[key] = placeholder
         return after
 
-    def changes(self, *, quick: bool) -> list[Change]:
+    def unchanged(self) -> bool:
+        """True if the containers hold what they held, once the tensors have been taken out. Hooks are not compared."""
+        return (
+            list(map(len, self._dicts)) == self._sizes
+            and all(map(is_, map(dict.get, self._owners, self._keys), self._values))
+            and not any(entry.changed() for entry in self._others)
+        )
+
+    def changes(self) -> list[Change]:
         """What the containers hold that they did not, once the tensors have been taken out."""
-        entries = self._quick if quick else self._watched
-        return [change for entry in entries if entry.changed() for change in _changes(entry)]
+        return [change for entry in self._watched if entry.changed() for change in _changes(entry)]
 
     def put_back(self) -> None:
         """Puts into the containers what they held."""
@@ -111,7 +131,12 @@ class Template:
 
     def run(self, method: str, args: Any, kwargs: Any) -> Any:
         """Calls the module, or one of its methods."""
-        return (getattr(self.module, method) if method else self.module)(*args, **kwargs)
+        try:
+            return (getattr(self.module, method) if method else self.module)(*args, **kwargs)
+        except RuntimeError as error:
+            if "inside functorch transform" in str(error):  # assigning to x.data
+                raise RuntimeError(f"apply: {error} Use backend='autograd'.") from error
+            raise
 
 
 def own_copy(module: nn.Module) -> nn.Module:
@@ -137,13 +162,12 @@ def own_copy(module: nn.Module) -> nn.Module:
             span = memory(obj)
             if not obj.is_leaf or (span and any(span[0] < end and start < span[1] for start, end in taken)):
                 memo[id(obj)] = absent(path, _STALE, obj.shape, obj.dtype)
-        elif is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not _can_be_copied(obj, {}):
-            memo[id(obj)] = obj
+    memo |= uncopyable(module)
     try:
         copied = copy.deepcopy(module, dict(memo))
     except Exception as error:
         raise TypeError(
-            f"module: found {_uncopyable(module, memo)!r}, of which copy.deepcopy gives {type(error).__name__} "
+            f"module: found {_unfollowed(module, memo)!r}, of which copy.deepcopy gives {type(error).__name__} "
             f"({error}), expected attributes that can be copied. Give its class a __deepcopy__, or make it in the "
             "forward."
         ) from error
@@ -187,6 +211,15 @@ def slots(module: nn.Module, names: Mapping[int, str]) -> list[tuple[Any, Any, s
     return found
 
 
+def uncopyable(module: nn.Module) -> dict[int, Any]:
+    """What deepcopy refuses and has no attributes of its own, a lock or a script function, by id."""
+    return {
+        id(obj): obj
+        for _, obj in walk(module)
+        if is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not _can_be_copied(obj, {})
+    }
+
+
 def memory(tensor: Tensor) -> tuple[int, int] | None:
     """The first and the last byte of a plain tensor; None for one that has no memory of its own to compare."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
@@ -194,10 +227,6 @@ def memory(tensor: Tensor) -> tuple[int, int] | None:
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _reader(container: Any) -> Callable[[], Iterable[Any]]:
-    return lambda: contents(container)
 
 
 def _changes(entry: Watched) -> list[Change]:
@@ -228,7 +257,7 @@ def _can_be_copied(obj: Any, memo: dict[int, Any]) -> bool:
     return True
 
 
-def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
+def _unfollowed(module: nn.Module, memo: dict[int, Any]) -> str:
     """The first attribute that deepcopy refuses."""
     for prefix, layer in module.named_modules():
         for key, value in vars(layer).items():

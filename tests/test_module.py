@@ -372,7 +372,7 @@ def test_the_form_without_buffers_refuses_every_norm_that_writes_statistics(make
     assert any(not torch.equal(after[name], buffers[name]) for name in buffers)
     with pytest.raises(RuntimeError, match=r"with_buffers"):
         apply(params, x)
-    apply.eval()(params, x)
+    apply.eval().bind(buffers)(params, x)
 
 
 @pytest.mark.parametrize(("make", "x"), [(ConvNet, images()), (_without_a_count, rows()), (Averaging, rows())])
