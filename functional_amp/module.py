@@ -72,7 +72,7 @@ class Apply:
             ValueError: if names are missing among `params` or too many.
             TypeError: for a value that is no tensor.
         """
-        if not (self.bound or self.lender.writes_statistics):
+        if not (self.bound or self.lender.writes_statistics or self.lender.written):
             self._check_statistics()
         output, _, written = self._run(params, self.buffers, args, kwargs)
         if written := [name for name in self.buffers if name in written]:
@@ -303,7 +303,8 @@ def _check_tensor(place: str, tensor: Tensor) -> None:
 
 def _check_memory(tensors: Tensors) -> None:
     """Raises TypeError for two tensors over one memory, which would be two leaves from now on."""
-    spans = sorted((span, name) for name, tensor in tensors.items() if (span := memory(tensor)))
+    spans = [(span, name) for name, tensor in tensors.items() if (span := memory(tensor))]
+    spans.sort(key=lambda entry: entry[0])
     for ((_, end), first), ((start, _), second) in pairwise(spans):
         if start < end:
             raise TypeError(

@@ -156,9 +156,9 @@ def own_copy(module: nn.Module) -> nn.Module:
         meta = tensor.detach().to("meta")
         memo[key] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
     for path, obj in walk(module):
-        if id(obj) in memo:
-            continue
-        if isinstance(obj, Tensor):
+        if type(obj) in weakref.ProxyTypes:
+            raise TypeError(f"module: found a weak proxy at {path!r}, {_LINKS}")
+        if isinstance(obj, Tensor) and id(obj) not in memo:
             span = memory(obj)
             if not obj.is_leaf or (span and any(span[0] < end and start < span[1] for start, end in taken)):
                 memo[id(obj)] = absent(path, _STALE, obj.shape, obj.dtype)
@@ -181,8 +181,6 @@ def _refuse_links(copied: nn.Module, original: dict[int, str], module: nn.Module
             raise TypeError(f"module: found {original[id(obj)]!r} behind {path!r}, {_LINKS}")
     theirs = {id(obj) for _, obj in walk(module)}
     for path, obj in walk(copied, lambda obj: id(obj) in theirs and is_object(obj)):
-        if type(obj) in weakref.ProxyTypes:
-            raise TypeError(f"module: found a weak proxy at {path!r}, {_LINKS}")
         if isinstance(obj, (collections.abc.Iterator, torch.Generator)) and not isinstance(obj, nn.Module):
             raise TypeError(
                 f"module: found a {type(obj).__name__} at {path!r}, expected nothing that each use moves on: two calls "
@@ -216,7 +214,8 @@ def uncopyable(module: nn.Module) -> dict[int, Any]:
     return {
         id(obj): obj
         for _, obj in walk(module)
-        if is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not _can_be_copied(obj, {})
+        if isinstance(obj, torch.jit.ScriptFunction)
+        or (is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not _can_be_copied(obj, {}))
     }
 
 
@@ -236,7 +235,7 @@ def _changes(entry: Watched) -> list[Change]:
     for key in {**entry.before, **entry.container}:
         before, now = entry.before.get(key, _MISSING), entry.container.get(key, _MISSING)
         if before is not now:
-            name = f"{entry.path}.{key}".removeprefix(".") if entry.namespace else pretty(f"{entry.path}[{key!r}]")
+            name = f"{entry.path}.{key}".removeprefix(".") if entry.namespace else pretty(f".{entry.path}[{key!r}]")
             found.append(Change(name, entry.namespace, before, now))
     return found
 
