@@ -34,6 +34,10 @@ class Model(NamedTuple):
 
 
 SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+SCALE = 2.0**8
+
+# The kind of problem is named: where it is not, the first forward writes into the configuration which it found.
+CLASSES: dict[str, Any] = {"num_labels": 3, "problem_type": "single_label_classification"}
 
 
 def tokens(generator: torch.Generator, *, labels: str = "labels") -> dict[str, Tensor]:
@@ -78,12 +82,12 @@ def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def whisper() -> nn.Module:
+def whisper(dropout: float = 0.0) -> nn.Module:
     config = transformers.WhisperConfig(
         vocab_size=20, num_mel_bins=4, d_model=8, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=8,
         max_target_positions=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-        use_cache=False, dropout=0.1,
+        use_cache=False, dropout=dropout,
     )  # fmt: skip
     return transformers.WhisperForConditionalGeneration(config)
 
@@ -91,7 +95,7 @@ def whisper() -> nn.Module:
 def vit() -> nn.Module:
     sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
     return transformers.ViTForImageClassification(
-        transformers.ViTConfig(**sizes, image_size=32, patch_size=16, num_labels=3)
+        transformers.ViTConfig(**sizes, image_size=32, patch_size=16, **CLASSES)
     )
 
 
@@ -104,14 +108,14 @@ def mamba() -> nn.Module:
 
 def resnet() -> nn.Module:
     config = transformers.ResNetConfig(
-        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", **CLASSES
     )
     return transformers.ResNetForImageClassification(config)
 
 
 def efficientnet() -> nn.Module:
     config = transformers.EfficientNetConfig(
-        image_size=32, width_coefficient=0.1, depth_coefficient=0.1, hidden_dim=16, num_labels=3,
+        image_size=32, width_coefficient=0.1, depth_coefficient=0.1, hidden_dim=128, **CLASSES,
         kernel_sizes=[3, 3], in_channels=[8, 8], out_channels=[8, 8], strides=[1, 2], num_block_repeats=[1, 1],
         expand_ratios=[1, 2], depthwise_padding=[],
     )  # fmt: skip
@@ -145,6 +149,7 @@ MODELS = {
     "bert": Model(bert, tokens),
     "t5": Model(t5, tokens),
     "whisper": Model(whisper, sounds),
+    "whisper with dropout": Model(functools.partial(whisper, 0.1), sounds),
     "vit": Model(vit, pictures),
     "mamba": Model(mamba, tokens),
     "resnet": Model(resnet, pictures),
@@ -152,7 +157,18 @@ MODELS = {
     "lstm": Model(Speech, tokens),
     "lora": Model(lora, tokens),
 }
-CHECKPOINTING = {"gpt2", "gpt2 with dropout", "llama", "bert", "t5", "whisper", "vit", "mamba", "lora"}
+CHECKPOINTING = {
+    "gpt2",
+    "gpt2 with dropout",
+    "llama",
+    "bert",
+    "t5",
+    "whisper",
+    "whisper with dropout",
+    "vit",
+    "mamba",
+    "lora",
+}
 QUICK = {"gpt2 with dropout", "lora"}
 
 
@@ -183,7 +199,10 @@ def imperative(model: nn.Module, name: str, dtype: torch.dtype | None) -> dict[s
         for batch in window:
             with precision(dtype):
                 loss = model(**batch).loss
-            (loss / len(window)).backward()
+            (loss * SCALE).backward()  # divided by the length afterwards: in half precision it is not the same
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad /= SCALE * len(window)
         optimizer.step()
     return {**{n: p.detach() for n, p in model.named_parameters()}, **dict(model.named_buffers())}
 
@@ -199,7 +218,7 @@ def functional(model: nn.Module, name: str, dtype: torch.dtype | None, **options
 
     optimizer = fa.sgd(0.1)
     step = fa.make_step(loss_fn, optimizer, **options)
-    state = fa.init_state(params, optimizer, fa.NoScale(), buffers)
+    state = fa.init_state(params, optimizer, fa.StaticScale(SCALE), buffers)
     for window in windows(name):
         state, _ = step(state, window)
     return {**state.params, **state.buffers}
@@ -227,31 +246,32 @@ def test_the_engine_gives_the_bits_of_the_imperative_loop(name: str, checkpointi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "mamba", "lora"])
 def test_half_precision(name: str):
-    expected, found = (run(built(name, checkpointing=False), name, torch.float16) for run in (imperative, _by_engine))
+    with fa.seeded(2):
+        expected = imperative(built(name, checkpointing=False), name, torch.float16)
+    with fa.seeded(2):
+        found = functional(built(name, checkpointing=False), name, torch.float16, backend="autograd")
     for leaf, value in expected.items():
         assert torch.equal(found[leaf], value), leaf
 
 
-_by_engine = functools.partial(functional, backend="autograd")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+# Under torch.func the mask of a dropout of a transposed tensor is drawn in another order, with functional_call too.
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"whisper with dropout"}))
 def test_under_torch_func_without_autocast(name: str):
     with fa.seeded(2):
         expected = imperative(built(name, checkpointing=False), name, None)
     with fa.seeded(2):
         found = functional(built(name, checkpointing=False), name, None, backend="func")
     for leaf, value in expected.items():
-        torch.testing.assert_close(found[leaf], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[leaf], value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_compiled(fresh_dynamo: None):
-    expected = imperative(built("gpt2", checkpointing=False), "gpt2", None)
-    found = functional(built("gpt2", checkpointing=False), "gpt2", None, compile={"backend": "aot_eager"})
+    expected = imperative(built("llama", checkpointing=False), "llama", None)
+    found = functional(built("llama", checkpointing=False), "llama", None, compile={"backend": "aot_eager"})
     for leaf, value in expected.items():
         torch.testing.assert_close(found[leaf], value, rtol=1e-4, atol=1e-5)
 
@@ -264,3 +284,16 @@ def test_a_trained_model_generates_from_its_own_format():
     assert not any(other.load_state_dict(apply.state_dict(trained, buffers)))
     batch = windows("gpt2")[0][0]
     assert torch.equal(other.eval()(**batch).loss, apply.eval()(trained, **batch).loss)
+
+
+def test_what_the_first_forward_writes_into_a_configuration_is_named_and_the_remedy_works():
+    with fa.seeded(0):
+        model = transformers.ViTForImageClassification(
+            transformers.ViTConfig(**{**SIZES, "image_size": 32, "patch_size": 16, "num_labels": 3})
+        )
+    batch = windows("vit")[0][0]
+    apply, params, _ = fa.from_module(model)
+    with pytest.raises(RuntimeError, match=r"config\.problem_type.*run the module once before from_module"):
+        apply(params, **batch)
+    expected = model(**batch).loss
+    assert torch.equal(fa.from_module(model).apply(params, **batch).loss, expected)
