@@ -58,6 +58,8 @@ class Lender:
                 self.names[id(tensor)] = self._absent[id(made)] = place
                 self._memo[id(tensor)] = made
         self._shared = {id(obj) for _, obj in walk(master)}
+        # What stands for a stale value can't be read: a forward that passes has written it first.
+        self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)}
         self._constants = {
             path: obj
             for path, obj in walk(master, lambda obj: is_object(obj) and not isinstance(obj, nn.Module))
@@ -119,9 +121,9 @@ class Lender:
         written = _written(tensors, after, versions)
         try:
             if written:
-                _refuse_writes(written & {*params, *fixed})
+                refuse_writes(written & {*params, *fixed})
             moved = [] if _versions(self._constants.values()) == self._as_made else list(self._constants)
-            _refuse_changes([*moved, *(change.name for change in changes if not self._is_scratch(change))])
+            refuse_changes([*moved, *(change.name for change in changes if not self.is_scratch(change.name))])
         except RuntimeError:
             self._free.append(template)
             raise
@@ -158,10 +160,14 @@ class Lender:
         for node in nodes:
             node.metadata.setdefault(__name__, []).append(loan)
 
-    def _is_scratch(self, change: Change) -> bool:
-        names = {change.name, *change.name.replace("[", ".").split(".")}
-        # What stands for a stale value can't have been read.
-        return isinstance(change.before, Absent) or not names.isdisjoint(self.scratch)
+    def alive(self) -> dict[str, Tensor]:
+        """The tensors of the original module, as far as it still exists."""
+        found = {name: tensor() for name, tensor in self.origin.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def is_scratch(self, name: str) -> bool:
+        """True for the place of an attribute that a forward may write."""
+        return not self.scratch.isdisjoint({name, *name.replace("[", ".").split(".")})
 
     # The rehearsal
 
@@ -169,11 +175,11 @@ class Lender:
         """Runs the forward on copies of everything, and refuses what it leaves behind."""
         with _random_state_put_back():
             changes = self._trial(tensors, trainable, method, args, kwargs, ())
-            asked = [change for change in changes if not self._is_scratch(change)]
-            _refuse_changes([change.name for change in asked if not change.namespace])
+            asked = [change for change in changes if not self.is_scratch(change.name)]
+            refuse_changes([change.name for change in asked if not change.namespace])
             unread = {change.name for change in asked}
             if unread and not self._writes_first(unread, tensors, trainable, method, args, kwargs):
-                _refuse_changes(unread)
+                refuse_changes(unread)
             self.scratch |= unread
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):  # which have no values to compare
             self._rehearsed.add((method, torch.is_grad_enabled()))
@@ -185,7 +191,7 @@ class Lender:
         except Exception:  # it ran without: what it raises now comes of reading
             return False
         written = {change.name for change in changes if not isinstance(change.now, Absent)}
-        others = [change for change in changes if change.name not in unread and not self._is_scratch(change)]
+        others = [change for change in changes if change.name not in unread and not self.is_scratch(change.name)]
         return unread <= written and not others
 
     def _trial(
@@ -206,7 +212,7 @@ class Lender:
         template.seal(unread)
         template.place(copies)
         try:
-            with _Watch(self.origin):
+            with _Watch(self.alive()):
                 template.run(method, args, kwargs)
             after = template.take_out()
             changes = template.changes()
@@ -215,8 +221,8 @@ class Lender:
             template.put_back()  # closures are shared with the original
         written = _written(both, {**constants, **after}, versions)
         written |= {name for name, old in {**tensors, **self._constants}.items() if not _same_bits(both[name], old)}
-        _refuse_writes(written.intersection(trainable))
-        _refuse_changes(written.intersection(constants))
+        refuse_writes(written.intersection(trainable))
+        refuse_changes(written.intersection(constants))
         self.written |= written
         self.moved |= written
         return changes
@@ -235,21 +241,16 @@ class _Loan:
 class _Watch(TorchFunctionMode):
     """Refuses what a copy can not follow: the original's own tensors, and checkpoints that give no gradient."""
 
-    def __init__(self, origin: Mapping[str, weakref.ref[Tensor]]):
+    def __init__(self, original: Mapping[str, Tensor]):
         super().__init__()
-        alive = {name: tensor() for name, tensor in origin.items()}
-        self._names = {id(tensor): (name, tensor) for name, tensor in alive.items() if tensor is not None}
+        self._names = {id(tensor): name for name, tensor in original.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
             for found in value if isinstance(value, (list, tuple)) else (value,):
                 if id(found) in self._names:
-                    raise RuntimeError(
-                        f"apply: found that the forward reads {self._names[id(found)][0]!r} of the original module "
-                        "(through a global, say), expected attributes of its own. "
-                        "Read it through self, or pass it as an argument."
-                    )
+                    refuse_foreign(self._names[id(found)])
         if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise RuntimeError(
                 "apply: found a reentrant checkpoint, expected one that gives gradients to parameters. Call "
@@ -330,7 +331,14 @@ def _nodes(output: Any) -> list[Any]:
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
-def _refuse_writes(names: set[str]) -> None:
+def refuse_foreign(name: str) -> None:
+    raise RuntimeError(
+        f"apply: found that the forward reads {name!r} of the original module (through a global, say), expected "
+        "attributes of its own. Read it through self, or pass it as an argument."
+    )
+
+
+def refuse_writes(names: set[str]) -> None:
     if names:
         raise RuntimeError(
             f"apply: found that the forward writes to its parameters {sorted(names)}, expected one that reads them: "
@@ -339,10 +347,11 @@ def _refuse_writes(names: set[str]) -> None:
         )
 
 
-def _refuse_changes(names: Iterable[str]) -> None:
+def refuse_changes(names: Iterable[str], hint: str = "") -> None:
     if names := sorted(names):
         raise RuntimeError(
             f"apply: found that the forward keeps something at {names}, expected state in buffers: the next call would "
             "not find it. Register a buffer in __init__ and use apply.with_buffers; where it is a cache, run the "
             "module once before from_module; if it is only kept for others to read, from_module(module, scratch=(...))."
+            + hint
         )

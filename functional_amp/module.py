@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from functional_amp.lender import Lender
 from functional_amp.templates import Tensors, memory, own_copy, registered
+from functional_amp.traced import traced_call
 
 _KINDS = {
     "DataParallel": "Pass its .module; each process or device then has a step of its own",
@@ -167,24 +168,14 @@ class Apply:
         _check_names(params, self.trainable, "params")
         if not torch.compiler.is_compiling():
             return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs)
-        return self._traced(params, buffers, args, kwargs)
-
-    def _traced(self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors, set[str]]:
-        """The call in a graph, which is traced with the template itself."""
-        tensors = {**params, **{name: b if name in self.frozen else b.clone() for name, b in buffers.items()}}
-        plan = self.lender.plan
-        before = [container[key] for container, key, _ in plan]
-        for container, key, name in plan:
-            container[key] = tensors[name]
-        output = (getattr(self.template, self.name) if self.name else self.template)(*args, **kwargs)
-        after: Tensors = {}
-        for (container, key, name), meta in zip(plan, before):
-            after.setdefault(name, container[key])
-            container[key] = meta
-        written = {name for name in buffers if after[name] is not tensors[name]}
+        fixed = [name for name in buffers if name in self.frozen and name not in self.lender.written]
+        copies = {name: b.clone() for name, b in buffers.items() if name not in fixed}
+        given = {**params, **{name: buffers[name] for name in fixed}}
+        output, after = traced_call(self.lender, given, copies, self.name, args, kwargs)
         # A graph has no version counters. These are known to be written to.
-        written |= self.lender.written | (self.lender.statistics if self.lender.writes_statistics else set())
-        return output, {name: after[name] for name in buffers}, written
+        written = self.lender.written | (self.lender.statistics if self.lender.writes_statistics else set())
+        written |= {name for name in copies if after[name] is not copies[name]}
+        return output, {name: buffers[name] if name in fixed else after[name] for name in buffers}, written
 
 
 def from_module(module: nn.Module, *, scratch: Iterable[str] = ()) -> FromModule:

@@ -1226,3 +1226,70 @@ def test_an_argument_that_can_not_be_copied_is_named():
 def test_scratch_is_a_collection_of_names():
     with pytest.raises(TypeError, match=r"found the string 'aux', expected several names\. Write \('aux',\)"):
         fa.from_module(Net(), scratch="aux")
+
+
+# In graphs, where a call that no rehearsal has seen is looked at while it is traced
+
+
+def compiled_grads(module: nn.Module, x: Tensor, *, called_before: bool = False) -> Any:
+    apply, params, buffers = fa.from_module(module)
+    if called_before:
+        apply.with_buffers(params, buffers, x)
+
+    def grads(params: Any, x: Tensor) -> Any:
+        return torch.func.grad(lambda params: apply.with_buffers(params, buffers, x)[0].square().mean())(params)
+
+    return torch.compile(grads, fullgraph=True, backend="aot_eager")(params, x)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (Counter, r"keeps something at \['t'\]"),
+        (MadeAtFirst, r"keeps something at"),
+        (Logging, r"keeps something at \['log'\]"),
+        (Caching, r"keeps something at \['mask'\]"),
+        (CountingInAClosure, r"keeps something at \['f \(closure over n\)'\]"),
+        (ReadsAGlobal, r"reads 'l\.weight' of the original module"),
+        (functools.partial(Writing, _scaled_view), r"writes to its parameters \['l\.weight'\]"),
+        (functools.partial(Writing, _scaled_detached), r"writes to its parameters \['l\.weight'\]"),
+        (functools.partial(Writing, _scaled_data), r"writes to its parameters \['l\.weight'\]"),
+    ],
+)
+def test_what_is_refused_is_refused_in_a_graph(fresh_dynamo: None, make: Any, match: str, called_before: bool):
+    module = built(make)
+    with pytest.raises(RuntimeError, match=match):
+        compiled_grads(module, drawn(5, 3), called_before=called_before)
+
+
+def test_a_frozen_embedding_is_not_written_to_in_a_graph(fresh_dynamo: None):
+    module, x = built(lambda: Bounded(frozen=True)), torch.tensor([[0, 1]])
+    with pytest.raises(RuntimeError, match=r"writes to its parameters \['e\.weight'\]"):
+        compiled_grads(module, x)
+    torch._dynamo.reset()
+    grads = compiled_grads(module, x, called_before=True)  # it is known to be written to, and copied
+    module(x).square().mean().backward()
+    torch.testing.assert_close(grads["o.weight"], module.o.weight.grad)
+
+
+@pytest.mark.parametrize("make", [Attention, BatchNormInEvalMode])
+def test_what_is_written_before_it_is_read_is_followed_in_a_graph_after_a_call_outside(fresh_dynamo: None, make: Any):
+    module, x = built(make), drawn(5, 3)
+    with pytest.raises(RuntimeError, match=r"keeps something at.*call apply once outside of the graph"):
+        compiled_grads(module, x)
+    torch._dynamo.reset()
+    grads = compiled_grads(module, x, called_before=True)
+    module(x).square().mean().backward()
+    for name, p in module.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(grads[name], p.grad)
+
+
+@pytest.mark.parametrize("make", [InDicts, InATuple, HeldInAList, pruned, old_weight_norm])
+def test_what_is_followed_is_followed_in_a_graph(fresh_dynamo: None, make: Any):
+    module, x = built(make), drawn(5, 3)
+    grads = compiled_grads(module, x)
+    module(x).square().mean().backward()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
