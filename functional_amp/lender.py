@@ -7,7 +7,7 @@ import random
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -37,7 +37,7 @@ class Lender:
         scratch: the attributes that a forward may write: those that the user names, and those that a
             rehearsal finds to be written before they are read.
         names: the name of each tensor of the master, by its id.
-        plan: the slots of the master itself, for graphs, which are traced with it.
+        plan, kept: the slots and the scratch of the master itself, for graphs, which are traced with it.
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
@@ -68,6 +68,7 @@ class Lender:
         self._memo.update({id(constant): constant for constant in self._constants.values()})
         self._as_made = _versions(self._constants.values())
         self.plan = slots(master, self.names)
+        self.kept = self._places_of_scratch()
         norms = [layer for layer in master.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
         norms = [layer for layer in norms if layer.track_running_stats]
         self.writes_statistics = any(layer.training for layer in norms)
@@ -94,7 +95,7 @@ class Lender:
             method: the name of a method, or "" for the module's call.
 
         Returns:
-            The output, the buffers after it, and the names of those that this call or one before it wrote to.
+            The output, the buffers after it, and the names of those that this call wrote to.
 
         Raises:
             RuntimeError: where the forward wrote to anything but buffers.
@@ -130,7 +131,7 @@ class Lender:
         self.written |= written
         self.moved |= written
         self._lend(template, {**tensors, **{name: after[name].detach() for name in written}}, output)
-        return output, {name: after[name] for name in buffers}, written | self.written
+        return output, {name: after[name] for name in buffers}, written
 
     def state_dict(self, tensors: Tensors) -> dict[str, Any]:
         """The module's own state dict, of the given tensors."""
@@ -169,6 +170,17 @@ class Lender:
         """True for the place of an attribute that a forward may write."""
         return not self.scratch.isdisjoint({name, *name.replace("[", ".").split(".")})
 
+    def _places_of_scratch(self) -> list[tuple[nn.Module, str, Any, bool]]:
+        """The layer and the name of each attribute that a forward writes, what it held, and whether it was there."""
+        layers, found = dict(self.master.named_modules()), []
+        for name in sorted(self.scratch):
+            path, _, key = name.rpartition(".")
+            if path in layers:
+                before = vars(layers[path]).get(key)
+                known = None if isinstance(before, Tensor) else before
+                found.append((layers[path], key, known, key in vars(layers[path])))
+        return found
+
     # The rehearsal
 
     def _rehearse(self, tensors: Tensors, trainable: Iterable[str], method: str, args: Any, kwargs: Any) -> None:
@@ -180,7 +192,8 @@ class Lender:
             unread = {change.name for change in asked}
             if unread and not self._writes_first(unread, tensors, trainable, method, args, kwargs):
                 refuse_changes(unread)
-            self.scratch |= unread
+            self.scratch |= {change.name for change in changes}
+            self.kept = self._places_of_scratch()
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):  # which have no values to compare
             self._rehearsed.add((method, torch.is_grad_enabled()))
 
@@ -212,7 +225,7 @@ class Lender:
         template.seal(unread)
         template.place(copies)
         try:
-            with _Watch(self.alive()):
+            with _Watch(self.alive()), _unseen_by_checkpoints():
                 template.run(method, args, kwargs)
             after = template.take_out()
             changes = template.changes()
@@ -284,6 +297,13 @@ def _random_state_put_back() -> Iterator[None]:
             numpy.set_state(states[1])
 
 
+def _unseen_by_checkpoints() -> AbstractContextManager[Any]:
+    """Keeps what a trial saves for a backward from the hooks of a checkpoint around the call, which count it."""
+    if transformed():  # where there are no checkpoints
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+
+
 def _copied(arguments: Any) -> Any:
     """A copy of the arguments, in which tensors with a history keep it."""
     memo = {id(obj): obj.clone() for _, obj in walk(arguments) if isinstance(obj, Tensor)}
@@ -338,12 +358,12 @@ def refuse_foreign(name: str) -> None:
     )
 
 
-def refuse_writes(names: set[str]) -> None:
+def refuse_writes(names: set[str], hint: str = "") -> None:
     if names:
         raise RuntimeError(
             f"apply: found that the forward writes to its parameters {sorted(names)}, expected one that reads them: "
             "what is given is never changed. Apply a constraint (max_norm, say) to the params in the loss function, "
-            "before apply."
+            "before apply." + hint
         )
 
 

@@ -76,6 +76,9 @@ class Apply:
         if not (self.bound or self.lender.writes_statistics or self.lender.written):
             self._check_statistics()
         output, _, written = self._run(params, self.buffers, args, kwargs)
+        written |= self.lender.written
+        if torch.compiler.is_compiling() and self.lender.writes_statistics:  # no version counters in a graph
+            written |= self.lender.statistics
         if written := [name for name in self.buffers if name in written]:
             raise RuntimeError(
                 f"apply: found that the module wrote to its buffers {written}, expected fixed ones: this form does "
@@ -168,13 +171,11 @@ class Apply:
         _check_names(params, self.trainable, "params")
         if not torch.compiler.is_compiling():
             return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs)
-        fixed = [name for name in buffers if name in self.frozen and name not in self.lender.written]
+        fixed = [name for name in self.frozen if name not in self.lender.written]
         copies = {name: b.clone() for name, b in buffers.items() if name not in fixed}
         given = {**params, **{name: buffers[name] for name in fixed}}
         output, after = traced_call(self.lender, given, copies, self.name, args, kwargs)
-        # A graph has no version counters. These are known to be written to.
-        written = self.lender.written | (self.lender.statistics if self.lender.writes_statistics else set())
-        written |= {name for name in copies if after[name] is not copies[name]}
+        written = {name for name in copies if after[name] is not copies[name]}
         return output, {name: buffers[name] if name in fixed else after[name] for name in buffers}, written
 
 

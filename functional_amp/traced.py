@@ -36,6 +36,11 @@ def traced_call(lender: Lender, fixed: Tensors, copies: Tensors, method: str, ar
     for (container, key, name), meta in zip(plan, before):
         after.setdefault(name, container[key])
         container[key] = meta
+    for layer, key, known, existed in lender.kept:
+        if existed:
+            setattr(layer, key, known)
+        elif hasattr(layer, key):
+            delattr(layer, key)
     return output, {name: after[name] for name in copies}
 
 
@@ -53,7 +58,9 @@ def _look(context: Any) -> None:
         lender.traced_versions = versions
         return
     names = [key.vt.as_python_constant() for key in local["fixed"].items]
-    refuse_writes({n for n, old, new in zip(names, lender.traced_versions, versions, strict=True) if old != new})
+    refuse_writes(
+        {n for n, old, new in zip(names, lender.traced_versions, versions, strict=True) if old != new}, _REHEARSE
+    )
     for name, tensor in lender.alive().items():
         variable = effects.id_to_variable.get(id(tensor))
         if variable is not None and "_parameters[" in str(variable.source.name):

@@ -956,6 +956,20 @@ def test_W11_siamese_calls_and_a_target_with_other_parameters(donate: bool):
         torch.testing.assert_close(state.params[name], (p - 0.1 * p.grad).detach(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_W11_a_checkpoint_around_the_call_is_the_call(donate: bool):
+    apply, params, _ = fa.from_module(built(lambda: nn.Sequential(Net(), nn.Dropout(0.5))))
+    optimizer = fa.sgd(0.1)
+
+    def run(forward: Any) -> Any:
+        step = fa.make_step(lambda p, x: forward(p, x).square().mean(), optimizer, backend="autograd", donate=donate)
+        return step(fa.init_state(params, optimizer), WINDOWS[0], seed=1)[0].params
+
+    first = run(lambda p, x: checkpoint(apply, p, x, use_reentrant=False))  # with the rehearsal in it
+    second, plain = run(lambda p, x: checkpoint(apply, p, x, use_reentrant=False)), run(apply)
+    assert all(torch.equal(first[name], plain[name]) and torch.equal(second[name], plain[name]) for name in plain)
+
+
 def test_W11_a_backward_by_hand_keeps_what_it_needs_and_gives_it_back():
     module: Any = built(Checkpointed).eval()
     apply, params, _ = fa.from_module(module)
@@ -1265,12 +1279,16 @@ def test_what_is_refused_is_refused_in_a_graph(fresh_dynamo: None, make: Any, ma
 
 def test_a_frozen_embedding_is_not_written_to_in_a_graph(fresh_dynamo: None):
     module, x = built(lambda: Bounded(frozen=True)), torch.tensor([[0, 1]])
-    with pytest.raises(RuntimeError, match=r"writes to its parameters \['e\.weight'\]"):
-        compiled_grads(module, x)
+    apply, params, buffers = fa.from_module(module)
+    before = buffers["e.weight"].clone()
+    compiled = torch.compile(lambda *args: apply.with_buffers(*args), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"writes to its parameters \['e\.weight'\].*call apply once outside"):
+        compiled(params, buffers, x)
     torch._dynamo.reset()
-    grads = compiled_grads(module, x, called_before=True)  # it is known to be written to, and copied
-    module(x).square().mean().backward()
-    torch.testing.assert_close(grads["o.weight"], module.o.weight.grad)
+    apply.with_buffers(params, buffers, x)  # it is known to be written to, and copied
+    out, after = compiled(params, buffers, x)
+    assert torch.equal(out, module(x)) and torch.equal(after["e.weight"], module.e.weight)
+    assert torch.equal(buffers["e.weight"], before)
 
 
 @pytest.mark.parametrize("make", [Attention, BatchNormInEvalMode])
