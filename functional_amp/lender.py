@@ -7,7 +7,7 @@ import random
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -297,11 +297,21 @@ def _random_state_put_back() -> Iterator[None]:
             numpy.set_state(states[1])
 
 
-def _unseen_by_checkpoints() -> AbstractContextManager[Any]:
+@contextmanager
+def _unseen_by_checkpoints() -> Iterator[None]:
     """Keeps what a trial saves for a backward from the hooks of a checkpoint around the call, which count it."""
     if transformed():  # where there are no checkpoints
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        yield
+        return
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
+        yield
+    saved.clear()  # an output that its own node saves would keep itself alive
 
 
 def _copied(arguments: Any) -> Any:
