@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from operator import is_
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
+from functional_amp.followed import uncopyable
 from functional_amp.loans import kept
 from functional_amp.reach import Absent, absent, is_object, walk
-from functional_amp.templates import Change, Template, Tensors, registered, slots, uncopyable
+from functional_amp.rehearsal import (
+    Watch,
+    copied,
+    random_state_put_back,
+    refuse_changes,
+    refuse_writes,
+    same_bits,
+    unseen_by_checkpoints,
+    versions_of,
+    written_to,
+)
+from functional_amp.templates import Change, Template, Tensors, registered, slots
 from functional_amp.transform import transformed
 
 _TAKEN_OUT = (
@@ -66,7 +72,7 @@ class Lender:
             if isinstance(obj, Tensor) and not isinstance(obj, Absent) and id(obj) not in self.names
         }
         self._memo.update({id(constant): constant for constant in self._constants.values()})
-        self._as_made = _versions(self._constants.values())
+        self._as_made = versions_of(self._constants.values())
         self.plan = slots(master, self.names)
         self.kept = self._places_of_scratch()
         norms = [layer for layer in master.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
@@ -108,7 +114,7 @@ class Lender:
             template = self._free.pop()
         except IndexError:
             template = self._make({})
-        versions = _versions(tensors.values())
+        versions = versions_of(tensors.values())
         template.place(tensors)
         try:
             output = template.run(method, args, kwargs)
@@ -119,11 +125,11 @@ class Lender:
         changes = [] if template.unchanged() else template.changes()
         if changes:
             template.put_back()
-        written = _written(tensors, after, versions)
+        written = written_to(tensors, after, versions)
         try:
             if written:
                 refuse_writes(written & {*params, *fixed})
-            moved = [] if _versions(self._constants.values()) == self._as_made else list(self._constants)
+            moved = [] if versions_of(self._constants.values()) == self._as_made else list(self._constants)
             refuse_changes([*moved, *(change.name for change in changes if not self.is_scratch(change.name))])
         except RuntimeError:
             self._free.append(template)
@@ -185,7 +191,7 @@ class Lender:
 
     def _rehearse(self, tensors: Tensors, trainable: Iterable[str], method: str, args: Any, kwargs: Any) -> None:
         """Runs the forward on copies of everything, and refuses what it leaves behind."""
-        with _random_state_put_back():
+        with random_state_put_back():
             changes = self._trial(tensors, trainable, method, args, kwargs, ())
             asked = [change for change in changes if not self.is_scratch(change.name)]
             refuse_changes([change.name for change in asked if not change.namespace])
@@ -218,22 +224,22 @@ class Lender:
     ) -> list[Change]:
         constants = {path: constant.clone() for path, constant in self._constants.items()}
         template = self._make({id(old): constants[path] for path, old in self._constants.items()})
-        args, kwargs = _copied((args, kwargs))
+        args, kwargs = copied((args, kwargs))
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         both = {**copies, **constants}
-        versions = _versions(both.values())
+        versions = versions_of(both.values())
         template.seal(unread)
         template.place(copies)
         try:
-            with _Watch(self.alive()), _unseen_by_checkpoints():
+            with Watch(self.alive()), unseen_by_checkpoints():
                 template.run(method, args, kwargs)
             after = template.take_out()
             changes = template.changes()
         finally:
             template.take_out()
             template.put_back()  # closures are shared with the original
-        written = _written(both, {**constants, **after}, versions)
-        written |= {name for name, old in {**tensors, **self._constants}.items() if not _same_bits(both[name], old)}
+        written = written_to(both, {**constants, **after}, versions)
+        written |= {name for name, old in {**tensors, **self._constants}.items() if not same_bits(both[name], old)}
         refuse_writes(written.intersection(trainable))
         refuse_changes(written.intersection(constants))
         self.written |= written
@@ -251,137 +257,7 @@ class _Loan:
         self._lender._take_back(self._template)
 
 
-class _Watch(TorchFunctionMode):
-    """Refuses what a copy can not follow: the original's own tensors, and checkpoints that give no gradient."""
-
-    def __init__(self, original: Mapping[str, Tensor]):
-        super().__init__()
-        self._names = {id(tensor): name for name, tensor in original.items()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()):
-            for found in value if isinstance(value, (list, tuple)) else (value,):
-                if id(found) in self._names:
-                    refuse_foreign(self._names[id(found)])
-        if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
-            raise RuntimeError(
-                "apply: found a reentrant checkpoint, expected one that gives gradients to parameters. Call "
-                "checkpoint(..., use_reentrant=False); in transformers "
-                "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
-            )
-        return func(*args, **kwargs)
-
-
-def _in_reentrant_checkpoint() -> bool:
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-@contextmanager
-def _random_state_put_back() -> Iterator[None]:
-    """Leaves torch's, Python's and numpy's random numbers as they were."""
-    numpy = sys.modules.get("numpy.random")
-    states = random.getstate(), numpy and numpy.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.set_state(states[1])
-
-
-@contextmanager
-def _unseen_by_checkpoints() -> Iterator[None]:
-    """Keeps what a trial saves for a backward from the hooks of a checkpoint around the call, which count it."""
-    if transformed():  # where there are no checkpoints
-        yield
-        return
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> int:
-        saved.append(tensor)
-        return len(saved) - 1
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
-        yield
-    saved.clear()  # an output that its own node saves would keep itself alive
-
-
-def _copied(arguments: Any) -> Any:
-    """A copy of the arguments, in which tensors with a history keep it."""
-    memo = {id(obj): obj.clone() for _, obj in walk(arguments) if isinstance(obj, Tensor)}
-    try:
-        return copy.deepcopy(arguments, memo)
-    except Exception as error:
-        raise TypeError(
-            f"apply: found an argument that can't be copied ({type(error).__name__}: {error}), expected tensors and "
-            "plain values: the first call is rehearsed on copies. Pass a list in place of a generator or an iterator."
-        ) from error
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # tensors of an inference mode count no writes
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _written(given: Tensors, after: Mapping[str, Any], versions: list[int]) -> set[str]:
-    """The names of what was written to in place, and of what was assigned anew."""
-    if _versions(given.values()) == versions and all(map(is_, map(after.get, given), given.values())):
-        return set()
-    return {
-        name
-        for (name, tensor), old, new in zip(given.items(), versions, _versions(given.values()), strict=True)
-        if old != new or after[name] is not tensor
-    }
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """True for equal values, NaN included; tensors whose values can't be compared count as equal."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(a):
-        a = torch._C._functorch.get_unwrapped(a)
-    while torch._C._functorch.is_functorch_wrapped_tensor(b):
-        b = torch._C._functorch.get_unwrapped(b)
-    if type(a) not in (Tensor, nn.Parameter) or a.layout is not torch.strided or a.is_meta:
-        return True
-    return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
-
-
 def _nodes(output: Any) -> list[Any]:
     """The nodes of the graph that made the output."""
     tensors = [output] if isinstance(output, Tensor) else [x for _, x in walk(output) if isinstance(x, Tensor)]
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-
-
-def refuse_foreign(name: str) -> None:
-    raise RuntimeError(
-        f"apply: found that the forward reads {name!r} of the original module (through a global, say), expected "
-        "attributes of its own. Read it through self, or pass it as an argument."
-    )
-
-
-def refuse_writes(names: set[str], hint: str = "") -> None:
-    if names:
-        raise RuntimeError(
-            f"apply: found that the forward writes to its parameters {sorted(names)}, expected one that reads them: "
-            "what is given is never changed. Apply a constraint (max_norm, say) to the params in the loss function, "
-            "before apply." + hint
-        )
-
-
-def refuse_changes(names: Iterable[str], hint: str = "") -> None:
-    if names := sorted(names):
-        raise RuntimeError(
-            f"apply: found that the forward keeps something at {names}, expected state in buffers: the next call would "
-            "not find it. Register a buffer in __init__ and use apply.with_buffers; where it is a cache, run the "
-            "module once before from_module; if it is only kept for others to read, from_module(module, scratch=(...))."
-            + hint
-        )

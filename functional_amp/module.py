@@ -7,24 +7,15 @@ import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from functional_amp.followed import check_kinds, check_memory, check_module, check_tensor, own_copy
 from functional_amp.lender import Lender
-from functional_amp.templates import Tensors, memory, own_copy, registered
+from functional_amp.templates import Tensors, registered
 from functional_amp.traced import traced_call
-
-_KINDS = {
-    "DataParallel": "Pass its .module; each process or device then has a step of its own",
-    "DistributedDataParallel": "Pass its .module, and add the gradients of the ranks in the step",
-    "FullyShardedDataParallel": "Pass the module before it is wrapped, and shard the params as DTensors",
-    "FSDPModule": "Pass the module before fully_shard, and shard the params as DTensors",
-    "ScriptModule": "Pass the module that was scripted or traced, and compile the step",
-    "OptimizedModule": "Pass its ._orig_mod, and compile the step: make_step(..., compile=True)",
-}
 
 
 class FromModule(NamedTuple):
@@ -203,16 +194,16 @@ def from_module(module: nn.Module, *, scratch: Iterable[str] = ()) -> FromModule
     >>> sorted(params), apply(params, torch.ones(3, 2)).shape
     (['bias', 'weight'], torch.Size([3, 1]))
     """
-    _check_module(module)
-    _check_kind(module)
+    check_module(module)
+    check_kinds(module)
     if isinstance(scratch, str):
         raise TypeError(f"scratch: found the string {scratch!r}, expected several names. Write ({scratch!r},).")
     tensors: dict[str, Tensor] = {}
     for place, tensor in registered(module):
-        _check_tensor(place, tensor)
+        check_tensor(place, tensor)
         if not any(tensor is other for other in tensors.values()):
             tensors[place] = tensor
-    _check_memory(tensors)
+    check_memory(tensors)
     trainable = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
     others = {name: t.detach().clone() for name, t in tensors.items() if name not in trainable}
     frozen = frozenset(name for name in others if isinstance(tensors[name], nn.Parameter))
@@ -240,7 +231,7 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
     >>> module.weight.item()
     3.0
     """
-    _check_module(module)
+    check_module(module)
     tensors: Tensors = {}
     names: set[int] = set()
     for place, tensor in registered(module):
@@ -266,43 +257,6 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
     with torch.no_grad():
         for name, value in values.items():
             tensors[name].copy_(value)
-
-
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: found {type(module).__name__}, expected a torch.nn.Module.")
-
-
-def _check_kind(module: nn.Module) -> None:
-    for place, layer in module.named_modules():
-        for kind in type(layer).__mro__:
-            if kind.__name__ in _KINDS and kind.__module__.startswith("torch."):
-                raise TypeError(
-                    f"module: found {kind.__name__} at {place!r}, expected a plain module. {_KINDS[kind.__name__]}."
-                )
-
-
-def _check_tensor(place: str, tensor: Tensor) -> None:
-    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-        raise TypeError(f"module: {place!r} has no shape yet. Run the module on one batch first.")
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        raise TypeError(
-            f"module: found a gradient hook on {place!r}, expected none: gradients are values here, and pass no hook. "
-            "Remove it (handle.remove()), and say the same in the loss function: to freeze rows, give apply "
-            "torch.where(mask, weight, weight.detach())."
-        )
-
-
-def _check_memory(tensors: Tensors) -> None:
-    """Raises TypeError for two tensors over one memory, which would be two leaves from now on."""
-    spans = [(span, name) for name, tensor in tensors.items() if (span := memory(tensor))]
-    spans.sort(key=lambda entry: entry[0])
-    for ((_, end), first), ((start, _), second) in pairwise(spans):
-        if start < end:
-            raise TypeError(
-                f"module: found one memory under {first!r} and {second!r}, expected one tensor at both places. "
-                "Tie them by the parameter itself: decoder.weight = encoder.weight."
-            )
 
 
 def _check_names(found: Any, expected: Set[str], what: str) -> None:

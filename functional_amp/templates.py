@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections.abc
 import copy
-import weakref
 from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from functional_amp.reach import CONTAINERS, absent, attributes, contents, is_object, pretty, walk
@@ -19,14 +16,6 @@ Tensors = dict[str, Tensor]
 _MACHINERY = {name for name in vars(nn.Module()) if name != "training"}
 _HOOKS = {name for name in _MACHINERY if "hook" in name}
 _MISSING = object()
-_STALE = (
-    "before it is computed, expected the forward to compute it first: it is a view of a parameter, or was computed "
-    "from one, and a copy of the module has no numbers of its own. Compute it in the forward."
-)
-_LINKS = (
-    "expected a module that reaches itself through attributes, lists, dicts, bound methods and partials alone. "
-    "Make the function a method, or write functools.partial(function, self); hold the module in a list."
-)
 
 
 class Watched(NamedTuple):
@@ -139,55 +128,6 @@ class Template:
             raise
 
 
-def own_copy(module: nn.Module) -> nn.Module:
-    """A copy of a module that reaches nothing of the original, with its tensors on the meta device.
-
-    Constants (tensors that are neither parameters nor buffers) keep their values. What can not be copied
-    and leads nowhere, a lock or a script function, is shared.
-
-    Raises:
-        TypeError: for what can not be copied, and for a copy that would reach the original.
-    """
-    tensors = {id(tensor): tensor for _, tensor in registered(module)}
-    places = {id(tensor): place for place, tensor in reversed(registered(module))}
-    taken = sorted(span for tensor in tensors.values() if (span := memory(tensor)))
-    memo: dict[int, Any] = {}
-    for key, tensor in tensors.items():
-        meta = tensor.detach().to("meta")
-        memo[key] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-    for path, obj in walk(module):
-        if type(obj) in weakref.ProxyTypes:
-            raise TypeError(f"module: found a weak proxy at {path!r}, {_LINKS}")
-        if isinstance(obj, Tensor) and id(obj) not in memo:
-            span = memory(obj)
-            if not obj.is_leaf or (span and any(span[0] < end and start < span[1] for start, end in taken)):
-                memo[id(obj)] = absent(path, _STALE, obj.shape, obj.dtype)
-    memo |= uncopyable(module)
-    try:
-        copied = copy.deepcopy(module, dict(memo))
-    except Exception as error:
-        raise TypeError(
-            f"module: found {_unfollowed(module, memo)!r}, of which copy.deepcopy gives {type(error).__name__} "
-            f"({error}), expected attributes that can be copied. Give its class a __deepcopy__, or make it in the "
-            "forward."
-        ) from error
-    _refuse_links(copied, {id(layer): "the module itself" for layer in module.modules()} | places, module)
-    return copied
-
-
-def _refuse_links(copied: nn.Module, original: dict[int, str], module: nn.Module) -> None:
-    for path, obj in walk(copied):
-        if id(obj) in original:
-            raise TypeError(f"module: found {original[id(obj)]!r} behind {path!r}, {_LINKS}")
-    theirs = {id(obj) for _, obj in walk(module)}
-    for path, obj in walk(copied, lambda obj: id(obj) in theirs and is_object(obj)):
-        if isinstance(obj, (collections.abc.Iterator, torch.Generator)) and not isinstance(obj, nn.Module):
-            raise TypeError(
-                f"module: found a {type(obj).__name__} at {path!r}, expected nothing that each use moves on: two calls "
-                "would differ. Keep a list and a buffer that counts; draw from torch's own generator, which seed= sets."
-            )
-
-
 def registered(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Every parameter and buffer attribute once, submodules that stand at two names under the first."""
     return [
@@ -209,25 +149,6 @@ def slots(module: nn.Module, names: Mapping[int, str]) -> list[tuple[Any, Any, s
     return found
 
 
-def uncopyable(module: nn.Module) -> dict[int, Any]:
-    """What deepcopy refuses and has no attributes of its own, a lock or a script function, by id."""
-    return {
-        id(obj): obj
-        for _, obj in walk(module)
-        if isinstance(obj, torch.jit.ScriptFunction)
-        or (is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not _can_be_copied(obj, {}))
-    }
-
-
-def memory(tensor: Tensor) -> tuple[int, int] | None:
-    """The first and the last byte of a plain tensor; None for one that has no memory of its own to compare."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-    if not plain or tensor.numel() == 0:
-        return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
 def _changes(entry: Watched) -> list[Change]:
     if not isinstance(entry.before, dict):
         return [Change(entry.path, False, entry.before, contents(entry.container))]
@@ -246,20 +167,3 @@ def _fill(container: Any, values: Any) -> None:
         return
     container.clear()
     container.update(values) if isinstance(container, (dict, set)) else container.extend(values)
-
-
-def _can_be_copied(obj: Any, memo: dict[int, Any]) -> bool:
-    try:
-        copy.deepcopy(obj, memo)
-    except Exception:
-        return False
-    return True
-
-
-def _unfollowed(module: nn.Module, memo: dict[int, Any]) -> str:
-    """The first attribute that deepcopy refuses."""
-    for prefix, layer in module.named_modules():
-        for key, value in vars(layer).items():
-            if key != "_modules" and not _can_be_copied(value, dict(memo)):
-                return f"{prefix}.{key}".removeprefix(".")
-    return type(module).__name__

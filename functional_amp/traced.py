@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._dynamo.comptime import comptime
 
-from functional_amp.lender import Lender, refuse_changes, refuse_foreign, refuse_writes
+from functional_amp.lender import Lender
 from functional_amp.reach import CONTAINERS, walk
+from functional_amp.rehearsal import refuse_changes, refuse_foreign, refuse_writes, unwrapped
 from functional_amp.templates import Tensors
 
 _REHEARSE = " Or call apply once outside of the graph: that finds what is written before it is read."
@@ -53,7 +52,7 @@ def _look(context: Any) -> None:
     tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     local = tracer.symbolic_locals
     lender, effects = local["lender"].value, tracer.output.side_effects
-    versions = [_version(value.proxy.node.meta["example_value"]) for value in local["fixed"].items.values()]
+    versions = [unwrapped(value.proxy.node.meta["example_value"])._version for value in local["fixed"].items.values()]
     if not local["done"].as_python_constant():
         lender.traced_versions = versions
         return
@@ -76,9 +75,3 @@ def _look(context: Any) -> None:
         else:
             changed += [f"{path}.{name}".removeprefix(".") for name in effects.store_attr_mutations.get(variable, {})]
     refuse_changes([name for name in changed if not lender.is_scratch(name)], _REHEARSE)
-
-
-def _version(value: Any) -> int:
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
-    return value._version if isinstance(value, Tensor) else 0
