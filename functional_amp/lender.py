@@ -153,9 +153,19 @@ class Lender:
         template.put_back()
         self._free.append(template)
 
+    def _end_loan(self, template: Template, tensors: Tensors) -> None:
+        after = template.take_out()
+        self._take_back(template)
+        if lost := sorted(name for name, tensor in tensors.items() if after[name] is not tensor):
+            raise RuntimeError(
+                f"apply: found that the backward, which runs a checkpointed part again, assigns {lost} anew, expected "
+                "writes in place: torch counts both, and the second would be lost. Write self.n.add_(1), not "
+                "self.n = self.n + 1, or take it out of the checkpoint."
+            )
+
     def _lend(self, template: Template, tensors: Tensors, output: Any) -> None:
         """Leaves the tensors in the template for as long as a backward may run parts of the forward again."""
-        if kept(lambda: self._take_back(template)):
+        if kept(lambda: self._end_loan(template, tensors)):
             template.place(tensors)
             return
         nodes = _nodes(output) if torch.is_grad_enabled() and not transformed() else []
@@ -192,7 +202,7 @@ class Lender:
     def _rehearse(self, tensors: Tensors, trainable: Iterable[str], method: str, args: Any, kwargs: Any) -> None:
         """Runs the forward on copies of everything, and refuses what it leaves behind."""
         with random_state_put_back():
-            changes = self._trial(tensors, trainable, method, args, kwargs, ())
+            changes = self._trial(tensors, trainable, method, args, kwargs)
             asked = [change for change in changes if not self.is_scratch(change.name)]
             refuse_changes([change.name for change in asked if not change.namespace])
             unread = {change.name for change in asked}
@@ -206,7 +216,7 @@ class Lender:
     def _writes_first(self, unread: set[str], *call: Any) -> bool:
         """True if the forward runs where the attributes can't be read, and writes every one of them."""
         try:
-            changes = self._trial(*call, unread)
+            changes = self._trial(*call, unread=unread)
         except Exception:  # it ran without: what it raises now comes of reading
             return False
         written = {change.name for change in changes if not isinstance(change.now, Absent)}
@@ -220,7 +230,8 @@ class Lender:
         method: str,
         args: Any,
         kwargs: Any,
-        unread: Iterable[str],
+        *,
+        unread: Iterable[str] = (),
     ) -> list[Change]:
         constants = {path: constant.clone() for path, constant in self._constants.items()}
         template = self._make({id(old): constants[path] for path, old in self._constants.items()})

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -150,6 +150,6 @@ def refuse_changes(names: Iterable[str], hint: str = "") -> None:
 
 def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor below the wrappers of torch.func's transforms."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
