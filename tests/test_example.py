@@ -355,7 +355,7 @@ def test_a_single_update_of_a_single_micro_batch_is_a_run(main, capsys, tmp_path
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible():
     """Python's own handler of Ctrl-C: a job that a script starts in the background ignores the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
