@@ -32,6 +32,13 @@ HOW: dict[str, dict[str, Any]] = {
     "donated and compiled": {"donate": True, "compile": AOT},
 }
 EAGER = ("pure", "donated")
+COMPILED = ("compiled", "donated and compiled")
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 FAILURES = (OSError, KeyboardInterrupt, MemoryError)
 Tree = dict[str, Tensor]
 
@@ -108,7 +115,7 @@ def test_G01_the_loader_raises_in_the_middle_of_a_donated_window(how, at, failur
         goes_on_as_if_nothing_had_been(step, state, before, how)
 
 
-@pytest.mark.parametrize("how", ["compiled", "donated and compiled"])
+@pytest.mark.parametrize("how", [slow("compiled"), "donated and compiled"])
 def test_G01_the_loader_raises_in_the_middle_of_a_donated_window__compiled(how):
     step, state = ready(how)
     for at in range(4):
@@ -146,7 +153,8 @@ def test_G01_the_loss_raises(how, bad, at):
         goes_on_as_if_nothing_had_been(step, state, before, how)
 
 
-@pytest.mark.parametrize("how", ["compiled", "donated and compiled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", COMPILED)
 def test_G01_the_loss_raises__compiled(how):
     step, state = ready(how)
     for given, _ in BAD.values():
@@ -179,6 +187,7 @@ def test_G01_a_scanned_window_raises(how, at):
     assert same_bits(step.scan(state, stacked), fa.make_step(loss_fn, optimizer, donate=False).scan(before, stacked))
 
 
+@pytest.mark.slow
 def test_G01_a_scanned_window_raises__compiled():
     step, state = ready("donated and compiled")
     before = copy.deepcopy(state)
@@ -206,7 +215,7 @@ def test_G01_a_window_without_memory_is_repeated_in_smaller_pieces():
 
 
 @pytest.mark.parametrize("rest", [[(batch(0), OSError)], [batch(0), (batch(1), OSError)], []])
-@pytest.mark.parametrize("how", ["donated", "donated and compiled"])
+@pytest.mark.parametrize("how", ["donated", slow("donated and compiled")])
 def test_G01_an_open_window_that_was_handed_in_and_added_to_is_lost_and_says_so(how, rest):
     step, state = ready(how)
     before = copy.deepcopy(state)
@@ -343,14 +352,25 @@ SAVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("how", ["donated", "donated and compiled"])
-def test_G02_a_state_that_was_given_away_is_saved(how, save):
-    given, step = started(fa.sgd(0.1)), fa.make_step(loss_of, fa.sgd(0.1), **HOW[how])
-    kept, _ = step(given, [batch(0)]) if how == "donated" else (step.accumulate(given, batch(0)), None)
+def is_refused(save: Callable[[Any], Any], given: fa.TrainState, kept: fa.TrainState) -> None:
     with pytest.raises(RuntimeError, match=r"donated.*Go on with the state that the step returned"):
-        SAVES[save](given)
-    SAVES[save](kept)  # the state that the step returned can be
+        save(given)
+    save(kept)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_G02_a_state_that_was_given_away_is_saved(save):
+    step, given = ready("donated")
+    is_refused(SAVES[save], given, step.accumulate(given, batch(0)))
+    step, given = ready("donated")
+    is_refused(SAVES[save], given, step(given, [batch(0)])[0])
+
+
+def test_G02_a_state_that_was_given_away_is_saved__compiled():
+    given = started(optimizers()["momentum"])
+    kept = fa.make_step(loss_of, optimizers()["momentum"], **HOW["donated and compiled"]).accumulate(given, batch(0))
+    for save in SAVES.values():
+        is_refused(save, given, kept)
 
 
 def test_G03_printing_hasattr_and_repr_of_a_given_away_state(capsys):
@@ -409,8 +429,16 @@ def values(state: fa.TrainState) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("how", ["donated", "donated and compiled"])
+QUICK = ("data transposed", "one of the params for another")
+
+
+@pytest.mark.parametrize(
+    ("how", "change"),
+    [
+        *[("donated", change) for change in CHANGES],
+        *[(slow if change not in QUICK else pytest.param)("donated and compiled", change) for change in CHANGES],
+    ],
+)
 def test_G04_a_leaf_replaced_by_hand_in_the_last_state(how, change):
     optimizer, x = fa.sgd(0.1, momentum=0.9), torch.tensor([[1.0, 2.0], [3.0, 5.0]])
     ends = []
@@ -464,8 +492,7 @@ def test_G04_a_leaf_of_the_open_window_is_changed(change, what):
 # G05: several donated steps at once
 
 
-@pytest.mark.parametrize("how", ["donated", "donated and compiled"])
-@pytest.mark.parametrize("itself", [False, True])
+@pytest.mark.parametrize(("how", "itself"), [("donated", False), ("donated", True), ("donated and compiled", False)])
 def test_G05_another_donating_step_writes_while_a_loss_raises(how, itself):
     def loss_fn(params: Tensor, x: Tensor) -> Tensor:
         if x.dim() == 1:  # a micro-batch of the outer step
@@ -588,8 +615,9 @@ def test_G06_a_step_keeps_one_plan_for_each_label_and_drops_it_with_the_state(pl
 # G07: an optimizer with another update or step
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("how", "scaled"), [*[(h, s) for h in EAGER for s in (False, True)], *[slow(h, True) for h in COMPILED]]
+)
 def test_G07_optimizer_replace_update(how, scaled):
     def half(grads: Any, state: Any, params: Any) -> Any:
         return map_tensors(lambda g: -0.5 * g.sign(), grads), state

@@ -65,7 +65,7 @@ class Lease(Fresh):
     def unseen_writes(self, what: Literal["window", "state"]) -> Iterator[None]:
         """Around a graph, which keeps no books: what it had written when it raised nobody knows.
 
-        Where it raises while it is made, nothing has run.
+        Where it raises while it is made, nothing has run. Where it does not, it has written.
         """
         try:
             yield
@@ -73,6 +73,7 @@ class Lease(Fresh):
             if not _while_compiling(error):
                 self.writing(what)
             raise
+        self.writing(what)
 
     # What a storage does
 
