@@ -29,7 +29,7 @@ from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
 from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
 from functional_amp.values.grads import Loss, check_loss_fn
-from functional_amp.values.scaler import DynamicScale, Scaler, check_scaler, update_scale
+from functional_amp.values.scaler import DynamicScale, Scaler, check_scaler
 from functional_amp.values.state import Metrics, TrainState, Window
 
 
@@ -84,6 +84,7 @@ class Step:
             total = accumulate(total, grads)
         grads, norm = clip(total, max_norm)
         finite = all_finite(grads, norm=norm)
+        scaler = update_scale(state.scaler, finite)
         params, opt_state = maybe_step(optimizer, params, opt_state, grads, finite)
         scaler = update_scale(scaler, finite)
 
@@ -216,10 +217,9 @@ class Step:
         grads, norm = clip(window.grads, self.max_norm, norm_type=self.norm_type, eps=self.clip_eps)
         finite = all_finite(grads, norm=norm)
         applied = finite & (grads.weight > 0)
-        # Before the update: where buffers do not fit, a donated state has not been written to yet.
+        # Before the update: what raises here has not written to a donated state yet.
         buffers = select(applied, window.buffers, state.buffers, "buffers")
         params, opt_state = maybe_step(self.optimizer, state.params, state.opt_state, grads, finite, storage=storage)
-        scaler = update_scale(state.scaler, finite)
         weight = torch.where(grads.weight == 0, 1, grads.weight)
         metrics = Metrics(
             window.loss / weight, norm, finite, applied, state.scaler.scale, grads.weight, aux_mean(window.aux, weight)

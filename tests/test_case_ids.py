@@ -13,8 +13,9 @@ ONE_PROCESS = """
     M01 M02 M03 M04 M06 M10 M11 M12 M13 M17 M18 M19 F07 F18 F19 F20 P01 P02
     S19 K14 K15 M15 F01 F02 F03 F04 F05 F06 F09 F10 F11 F12 F13 F15 F16 F23
 """.split()
-# Of the second set: modules, saving, and moving between GradScaler and this library.
+# Of the second set: modules, states that were given away, saving and moving between GradScaler and this library.
 MODULES = [f"W{number:02}" for number in range(1, 15)]
+DONATION = "G01 G02 G03 G04 G05 G06 G07 L05".split()
 FILES = "P11 P12 P13 D16".split()
 # These are about a CUDA device, several processes or several devices.
 DEVICES_AND_RANKS = "C06 F14 D02 D03 D04 D05 D06".split()
@@ -33,4 +34,4 @@ def case_ids() -> set[str]:
 
 def test_each_case_has_a_test_and_each_test_a_case():
     assert len(set(ONE_PROCESS)) == 83
-    assert case_ids() == {*ONE_PROCESS, *MODULES, *FILES, *DEVICES_AND_RANKS}
+    assert case_ids() == {*ONE_PROCESS, *MODULES, *DONATION, *FILES, *DEVICES_AND_RANKS}

@@ -184,6 +184,31 @@ def test_nothing_of_the_callers_is_written_to_by_a_donating_compiled_step():
     assert given.tolist() == [1.0, 2.0] and params.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_learning_rate_reaches_the_compiled_kernels_as_the_double_that_it_is(donate, dtype):
+    # 0.1 in float32 is 0.1 + 1.5e-9: other bits of a float64 parameter, and of some float32 ones under Adam.
+    x = torch.linspace(-3, 3, 64, dtype=dtype)
+    params = {"sgd": torch.linspace(1, 2, 64, dtype=dtype), "adamw": torch.linspace(1, 2, 64, dtype=dtype)}
+    rules = {"sgd": fa.sgd(0.1, momentum=0.9), "adamw": fa.adamw(torch.tensor(0.1, dtype=torch.float64))}
+    optimizer = fa.partition(rules, lambda path, leaf: path)
+    theirs = map_tensors(lambda leaf: leaf.clone().requires_grad_(), params)
+    torch_rules = (
+        torch.optim.SGD([theirs["sgd"]], 0.1, momentum=0.9, fused=True),
+        torch.optim.AdamW([theirs["adamw"]], 0.1, fused=True),
+    )
+    step = fa.make_step(
+        lambda p, x: (p["sgd"] * x).sum() + (p["adamw"] * x).sum(), optimizer, donate=donate, compile=AOT
+    )
+    state = fa.init_state(params, optimizer, fa.NoScale())
+    for _ in range(3):
+        state, _ = step(state, [x])
+        for each, rule in zip(theirs.values(), torch_rules, strict=True):
+            each.grad = x.clone()
+            rule.step()
+    assert_identical(state.params, map_tensors(Tensor.detach, theirs))
+
+
 def test_a_new_learning_rate_or_scale_does_not_recompile():
     problem = mlp()
     step = fa.make_step(problem.loss_fn, fa.adamw(fa.linear(0.1, 0.0, 9)), compile=AOT, donate=True)

@@ -37,26 +37,24 @@ class Lease(Fresh):
     def __init__(self) -> None:
         self.written: Literal["nothing", "window", "state"] = "nothing"
         self._held: Flat | None = None
-        self._addresses: list[int] = []
+        self._places: list[Any] = []
         self._remembered: dict[Hashable, Any] = {}
         self._recorded: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._sums: list[Tensor | None] = []
 
     def holds(self, state: TrainState) -> bool:
-        """Whether a state has the very leaves that were returned last, at the addresses where they were."""
+        """Whether a state has the very leaves that were returned last, in the places where they were."""
         if self._held is None:
             return False
         flat = _leaves_of(state)
         same = same_leaves(flat.leaves, self._held.leaves)
-        return same and flat.spec == self._held.spec and _addresses(flat.leaves) == self._addresses
+        return same and flat.spec == self._held.spec and _places(flat.leaves) == self._places
 
     def hold(self, state: TrainState) -> None:
         """Takes note of a state that is about to be returned."""
         flat = _leaves_of(state)
-        if self._held is not None and same_leaves(flat.leaves, self._held.leaves):
-            self._held = flat
-        elif all([type(leaf) is Tensor for leaf in flat.leaves if isinstance(leaf, Tensor)]):
-            self._held, self._addresses = flat, _addresses(flat.leaves)
+        if all([type(leaf) is Tensor for leaf in flat.leaves if isinstance(leaf, Tensor)]):
+            self._held, self._places = flat, _places(flat.leaves)
 
     def writing(self, what: Literal["window", "state"]) -> None:
         """To be called before a write."""
@@ -67,7 +65,7 @@ class Lease(Fresh):
     def unseen_writes(self, what: Literal["window", "state"]) -> Iterator[None]:
         """Around a graph, which keeps no books: what it had written when it raised nobody knows.
 
-        Where it raises while it is made, nothing has run.
+        Where it raises while it is made, nothing has run. Where it does not, it has written.
         """
         try:
             yield
@@ -75,6 +73,7 @@ class Lease(Fresh):
             if not _while_compiling(error):
                 self.writing(what)
             raise
+        self.writing(what)
 
     # What a storage does
 
@@ -170,13 +169,16 @@ class Leases:
         fields = dict(vars(state))
         taken = new(TrainState, **fields)
         lease, known = self._take(taken)
-        if not known:
-            taken = _own(taken)
         lease.written = "nothing"
-        _replace(state, {"_gone": GIVEN})
         try:
+            _replace(state, {"_gone": GIVEN})
+            if not known:
+                taken = _own(taken)
             with running(lease):
                 result = body(taken, lease, known)
+            last = result if isinstance(result, TrainState) else cast(Any, result)[0]
+            lease.hold(last)
+            self._last[:] = [(lease, weakref.ref(last, self._drop))]
         except BaseException:
             if lease.written == "state":
                 _replace(state, {"_gone": LOST})
@@ -186,10 +188,6 @@ class Leases:
             else:
                 _replace(state, fields)
             raise
-        last = result if isinstance(result, TrainState) else cast(Any, result)[0]
-        lease.hold(last)
-        entry = (lease, weakref.ref(last, self._drop))
-        self._last[:] = [entry]
         return result
 
     def _take(self, state: TrainState) -> tuple[Lease, bool]:
@@ -241,8 +239,10 @@ def _own(state: TrainState) -> TrainState:
 
 
 def _replace(state: TrainState, fields: dict[str, Any]) -> None:
-    vars(state).clear()
-    vars(state).update(fields)
+    held = vars(state)
+    held.update(fields)  # first: an interrupt between the two must find the fields
+    for name in held.keys() - fields.keys():
+        del held[name]
 
 
 def _while_compiling(error: BaseException) -> bool:
@@ -253,9 +253,13 @@ def _while_compiling(error: BaseException) -> bool:
 
 
 def _leaves_of(state: TrainState) -> Flat:
+    """What is written to, or recorded with, by what was made for the last state."""
     window = state.window
-    return flatten((state.params, state.opt_state, state.buffers, None if window is None else window.grads.tree))
+    opened = None if window is None else (window.grads.tree, window.params)
+    return flatten((state.params, state.opt_state, state.buffers, opened))
 
 
-def _addresses(leaves: list[Any]) -> list[int]:
-    return [leaf.data_ptr() if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+def _places(leaves: list[Any]) -> list[Any]:
+    """Where the tensors lie: `leaf.data = ...` keeps a tensor, and changes its address or its strides."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [*map(Tensor.data_ptr, tensors), *map(Tensor.size, tensors), *map(Tensor.stride, tensors)]

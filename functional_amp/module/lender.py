@@ -44,6 +44,7 @@ class Lender:
             rehearsal finds to be written before they are read.
         names: the name of each tensor of the master, by its id.
         plan, kept: the slots and the scratch of the master itself, for graphs, which are traced with it.
+        places: the name of the tensor at each attribute path, where there are no other slots; else empty.
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
@@ -74,6 +75,9 @@ class Lender:
         self._memo.update({id(constant): constant for constant in self._constants.values()})
         self._as_made = versions_of(self._constants.values())
         self.plan = slots(master, self.names)
+        attributes = {place: self.names[id(tensor)] for place, tensor in registered(master)}
+        made_later = any(buffer is None for layer in master.modules() for buffer in layer._buffers.values())
+        self.places = attributes if len(attributes) == len(self.plan) and not made_later else {}
         self.kept = self._places_of_scratch()
         norms = [layer for layer in master.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
         norms = [layer for layer in norms if layer.track_running_stats]

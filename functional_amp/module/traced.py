@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._dynamo.comptime import comptime
 
 from functional_amp.module.lender import Lender
@@ -24,17 +25,24 @@ def traced_call(lender: Lender, fixed: Tensors, copies: Tensors, method: str, ar
     Returns:
         The output, and what the forward left in the places of the copies.
     """
-    tensors, plan = {**fixed, **copies}, lender.plan
-    before = [container[key] for container, key, _ in plan]
-    for container, key, name in plan:
-        container[key] = tensors[name]
-    _compare(lender, fixed, False)
-    output = (getattr(lender.master, method) if method else lender.master)(*args, **kwargs)
-    _compare(lender, fixed, True)
-    after: dict[str, Any] = {}
-    for (container, key, name), meta in zip(plan, before):
-        after.setdefault(name, container[key])
-        container[key] = meta
+    tensors, after = {**fixed, **copies}, {}
+    if lender.places and not method:  # what dynamo knows, inside a loop of a graph too
+        placed = {place: tensors[name] for place, name in lender.places.items()}
+        _compare(lender, fixed, False)
+        output = torch.func.functional_call(lender.master, placed, args, kwargs, tie_weights=False)
+        _compare(lender, fixed, True)
+        for place, name in lender.places.items():
+            after.setdefault(name, placed[place])
+    else:
+        before = [container[key] for container, key, _ in lender.plan]
+        for container, key, name in lender.plan:
+            container[key] = tensors[name]
+        _compare(lender, fixed, False)
+        output = (getattr(lender.master, method) if method else lender.master)(*args, **kwargs)
+        _compare(lender, fixed, True)
+        for (container, key, name), meta in zip(lender.plan, before, strict=True):
+            after.setdefault(name, container[key])
+            container[key] = meta
     for layer, key, known, existed in lender.kept:
         if existed:
             setattr(layer, key, known)

@@ -1,0 +1,69 @@
+"""What a loss function is given and must not write to: the buffers, and the leaves that are not differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from functional_amp.dtypes import is_differentiable
+from functional_amp.mode import in_graph, mode
+from functional_amp.tree import PyTree, flatten, paths
+
+_CAPTURED = "would mutate a captured Tensor"
+"""How torch.func says it."""
+
+
+@contextmanager
+def unwritten(given: tuple[PyTree, PyTree], *, on_copies: bool) -> Iterator[tuple[PyTree, PyTree]]:
+    """Raises where a loss function writes in place to the buffers or to an integer leaf that it is given.
+
+    A skip could not take such a write back.
+
+    Args:
+        given: the parameters and the buffers.
+        on_copies: whether the loss function is given copies, so that the first call that is refused has
+            written to nothing of the state. Later calls compare version counters alone.
+
+    Raises:
+        RuntimeError: naming the leaves.
+    """
+    if mode() == "transform" and in_graph():
+        yield given  # torch.func refuses such a write, and the compiler what catches the refusal
+        return
+    if mode() != "eager" and not in_graph():
+        try:
+            yield given
+        except RuntimeError as error:
+            if _CAPTURED in str(error):
+                raise RuntimeError(f"{_message('what it was given')}\n\n{error}") from error
+            raise
+        return
+    flat = flatten(given)
+    trained = len(flatten(given[0]).leaves)
+    watched = {
+        index: leaf.clone() if on_copies else leaf
+        for index, leaf in enumerate(flat.leaves)
+        if isinstance(leaf, Tensor)
+        and (in_graph() or not leaf.is_inference())
+        and (index >= trained or not is_differentiable(leaf))
+    }
+    if not watched:
+        yield given
+        return
+    before = {index: leaf._version for index, leaf in watched.items()}
+    leaves: list[Any] = [watched.get(index, leaf) for index, leaf in enumerate(flat.leaves)]
+    yield flat.unflatten(leaves)
+    written = [index for index, leaf in watched.items() if leaf._version != before[index]]
+    if written:
+        names = [*paths(given[0]), *paths(given[1])]
+        raise RuntimeError(_message(str([names[index] for index in written])))
+
+
+def _message(what: str) -> str:
+    return (
+        f"loss_fn: found a write in place to {what}, expected new buffers in the Loss: a window that is skipped could "
+        "not take the write back. Write `Loss(value, buffers={**buffers, name: new})`, with new tensors."
+    )

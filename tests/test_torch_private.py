@@ -1,0 +1,298 @@
+"""What each private name of torch and optree is for, and what breaks here when it moves."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+import functional_amp as fa
+from functional_amp import torch_private as private
+
+PACKAGE = Path(fa.__file__).parent
+
+
+def test_GLOBAL_NAMESPACE_is_seen_by_trees_that_name_no_namespace():
+    # When it moves, no state of ours can be flattened by a user's optree.tree_map.
+    window = fa.ScaledGrads({"w": torch.ones(2)}, 8.0)
+    assert len(optree.tree_leaves(window)) == 3  # pyright: ignore[reportArgumentType]
+    assert len(optree.tree_leaves(window, namespace="someone else's")) == 3  # pyright: ignore[reportArgumentType]
+
+
+def test_torch_pytree_is_where_torch_func_and_the_compiler_look():
+    # When they look elsewhere, vmap refuses a state, and torch.compile a step.
+    assert private.torch_pytree is _pytree
+    grads = fa.ScaledGrads({"w": torch.ones(2)}, 8.0)
+    entries, _ = private.torch_pytree.tree_flatten_with_path(grads)
+    assert [private.torch_pytree.keystr(path) for path, _ in entries] == [".tree['w']", ".scale", ".weight"]
+    doubled = torch.vmap(lambda g, x: fa.accumulate(None, g), in_dims=(None, 0))(grads, torch.ones(3))
+    assert doubled.tree["w"].shape == (3, 2)
+
+
+def test_functorch_active_inside_each_transform_and_nowhere_else():
+    # When it moves, a stage cuts the outer derivative off: a zero gradient without a word.
+    def seen(x: Tensor) -> Tensor:
+        found.append(private.functorch_active())
+        return x.sum()
+
+    found: list[bool] = []
+    x = torch.ones(2)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.vmap):
+        transform(seen)(x[None] if transform is torch.vmap else x)
+    torch.func.vjp(seen, x)
+    assert len(found) == 4 and all(found) and not private.functorch_active()
+
+
+def test_storage_use_count_counts_the_tensors_on_a_storage():
+    # When it counts otherwise, a donated sum is copied each time, or a user's tensor is written to.
+    tensor = torch.ones(2)
+    assert private.storage_use_count(tensor) == 2  # the tensor, and the handle made for the question
+    view = tensor.view(2)
+    assert private.storage_use_count(tensor) == 3
+    del view
+    assert private.storage_use_count(tensor) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_storage_key_is_one_for_tensors_on_one_storage(device):
+    # When it moves, two parameters that are views of one tensor are both written to.
+    a, b = (torch.ones(4, device=device) for _ in range(2))
+    assert private.storage_key(a) == private.storage_key(a[2:]) == private.storage_key(a.t())
+    assert private.storage_key(a) != private.storage_key(b)
+
+
+def test_below_modes_hides_from_modes_what_a_kernel_asks():
+    # When it moves, the norm's look at its own number shows as a host read of the step.
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    x = torch.ones(())
+    with Watching():
+        with private.below_modes():
+            x.item()
+        assert seen == []
+        x.item()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_fused_sgd_is_the_kernel_of_torch_optim_sgd(scale):
+    # When an argument moves, every SGD update fails or follows another rule.
+    expected = torch.tensor([1.0, -2.0], requires_grad=True)
+    expected.grad = torch.tensor([0.3, 0.7])
+    theirs = torch.optim.SGD([expected], 0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True)
+    theirs.step()
+    found, buffer = torch.tensor([1.0, -2.0]), torch.zeros(2)
+    grads = [torch.tensor([0.3, 0.7]) * (scale or 1)]
+    options = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": True, "maximize": False}
+    divisor = None if scale is None else torch.tensor(scale)
+    for skip in (1.0, 0.0):
+        private.fused_sgd(
+            [found], grads, [buffer], **options, is_first_step=False, grad_scale=divisor, found_inf=torch.tensor(skip)
+        )
+        assert skip == 0 or (found.tolist() == [1.0, -2.0] and buffer.tolist() == [0.0, 0.0])
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(buffer, theirs.state[expected]["momentum_buffer"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_fused_adam_is_the_kernel_of_torch_optim_adam_and_adamw(decoupled):
+    # When an argument moves, every Adam update fails or follows another rule.
+    expected = torch.tensor([1.0, -2.0], requires_grad=True)
+    expected.grad = torch.tensor([0.3, 0.7])
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    kind([expected], 0.1, weight_decay=0.5, fused=True).step()
+    found = torch.tensor([1.0, -2.0])
+    for skip in (1.0, 0.0):
+        private.fused_adam(
+            [found],
+            [torch.tensor([2.4, 5.6])],
+            [torch.zeros(2)],
+            [torch.zeros(2)],
+            [],
+            [torch.ones(())],
+            decoupled=decoupled,
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.5,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=torch.tensor(8.0),
+            found_inf=torch.tensor(skip),
+        )
+        assert skip == 0 or found.tolist() == [1.0, -2.0]
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+
+
+def test_foreach_norm_adds_in_the_dtype_that_is_named():
+    # When it moves, the norm of half-precision gradients overflows: 300**2 is not a float16.
+    norms = private.foreach_norm([torch.tensor([300.0, 400.0]).half(), torch.tensor([1e30])], torch.float64)
+    assert [(norm.dtype, norm.dim()) for norm in norms] == [(torch.float64, 0)] * 2
+    torch.testing.assert_close(torch.stack(norms), torch.tensor([500.0, 1e30]).double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_tracing_autograd_lets_dynamo_trace_the_engine():
+    # When it moves, a compiled step with backend="autograd" breaks its graph, and fullgraph refuses.
+    def derivative(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            return torch.autograd.grad((leaf**2).sum(), leaf)[0]
+
+    with private.tracing_autograd():
+        found = torch.compile(derivative, backend="eager", fullgraph=True)(torch.ones(2))
+    assert found.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_dynamo_exception_is_what_a_graph_that_can_not_be_made_raises():
+    # When it moves, a donated state is declared lost by a graph that has never run.
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(private.dynamo_exception()):
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_frame_by_which_an_exception_of_compiling_is_known_is_there():
+    # engine/lease.py looks for it in a traceback: what a user's loss raises while it is traced may be of any type.
+    def backend(graph: Any, inputs: Any) -> Any:
+        names.extend(frame.frame.f_globals.get("__name__") for frame in inspect.stack())
+        return graph
+
+    from functional_amp.engine.lease import _while_compiling
+
+    names: list[Any] = []
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert "torch._dynamo.convert_frame" in names
+    assert not _while_compiling(ValueError())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_scan_is_a_loop_in_a_graph():
+    # When it moves, step.scan can not be compiled.
+    def total(x: Tensor) -> Tensor:
+        return private.scan(lambda carry, each: (carry + each, []), torch.zeros(2), x, dim=0)[0]
+
+    assert torch.compile(total, backend="eager", fullgraph=True)(torch.ones(5, 2)).tolist() == [5.0, 5.0]
+
+
+def test_norm_layers_are_those_with_running_statistics():
+    # When it moves, a layer whose statistics a module trains is not found.
+    nn = torch.nn
+    for layer in (nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.InstanceNorm2d(2), nn.SyncBatchNorm(2)):
+        assert isinstance(layer, private.norm_layers())
+    for layer in (nn.LayerNorm(2), nn.GroupNorm(1, 2), nn.Linear(2, 2)):
+        assert not isinstance(layer, private.norm_layers())
+
+
+def test_reaches_this_level_tells_a_constant_loss_from_one_of_an_outer_level():
+    # When it moves, a loss that reaches no parameter gives zeros in place of an error.
+    def inner(y: Tensor, x: Tensor) -> Tensor:
+        found.append([private.reaches_this_level(value) for value in (y.sum(), x.sum(), torch.ones(()), y.detach())])
+        return y.sum()
+
+    found: list[list[bool]] = []
+    x = torch.ones(2)
+    torch.func.grad(lambda x: torch.func.grad(inner)(x * 2, x).sum() + x.sum())(x)
+    torch.func.grad(inner)(x, x)
+    assert found == [[True, False, False, False]] * 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_reaches_this_level_in_a_graph_asks_whether_a_tensor_requires_grad():
+    def reaches(x: Tensor) -> Tensor:
+        def loss(y: Tensor) -> Tensor:
+            assert private.reaches_this_level(y.sum())
+            assert not private.reaches_this_level(x.sum())
+            return y.sum()
+
+        return torch.func.grad(loss)(x)
+
+    assert torch.compile(reaches, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+# The one room
+
+
+def public_names(module: Any) -> set[str]:
+    tree = ast.parse(inspect.getsource(module))
+    defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in defined if not name.startswith("_")}
+
+
+def test_each_name_of_the_room_has_a_test_that_says_what_breaks():
+    tests = [name for name in globals() if name.startswith("test_")]
+    untested = [name for name in public_names(private) if not any(test.startswith(f"test_{name}") for test in tests)]
+    assert untested == []
+
+
+OUTSIDE = {
+    # The name of a module in a traceback, not the module.
+    "engine/lease.py": {"torch._dynamo.convert_frame"},
+}
+"""Private names beyond the one room, by file."""
+
+EXEMPT = ("torch_private.py", "module.py", "debug.py", "debug/", "testing/")
+"""The room itself; the bridge to modules, which comes to ask the room; tools, which may use what they need."""
+
+
+def private_names(source: str) -> set[str]:
+    """Names of torch and optree with a part that begins with an underscore: used, imported, or in a string."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            found.add(node.value)
+    return {name for name in found if re.fullmatch(r"(torch|optree|nn)(\.\w+)*\._[\w.]*", name)}
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from torch._C import x", {"torch._C.x"}),
+        ("import torch._dynamo", {"torch._dynamo"}),
+        ("torch._foreach_norm(x)", {"torch._foreach_norm"}),
+        ("nn.modules.batchnorm._NormBase", {"nn.modules.batchnorm._NormBase"}),
+        ("from optree.registry import __GLOBAL_NAMESPACE", {"optree.registry.__GLOBAL_NAMESPACE"}),
+        ("'a docstring on torch._C'; torch.nn.Linear", set()),
+    ],
+)
+def test_private_names_are_found(source, names):
+    assert private_names(source) == names
+
+
+def test_private_names_of_torch_and_optree_stand_in_one_file():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        names = private_names(path.read_text(encoding="utf-8")) - OUTSIDE.get(file, set())
+        if names and not file.startswith(EXEMPT):
+            found[file] = names
+    assert found == {}
