@@ -108,6 +108,7 @@ class Step:
     accumulate: Callable[[TrainState, Any], TrainState] = field(init=False, repr=False)
     update: Callable[[TrainState], tuple[TrainState, Metrics]] = field(init=False, repr=False)
     _loss: Callable[..., Loss] = field(init=False, repr=False)
+    _backend: Backend = field(init=False, repr=False)
     _runs: Runs = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -119,8 +120,16 @@ class Step:
             check_dtype(self.compute_dtype, "compute_dtype")
         check_bool(self.donate, "donate")
         check_compile(self.compile)
+        breaks = isinstance(self.compile, Mapping) and not self.compile.get("fullgraph", True)
+        if breaks and self.backend == "func":
+            raise ValueError(
+                "backend: found 'func' with compile={'fullgraph': False}, expected 'auto' or 'autograd': the compiler "
+                "can't leave a graph in the middle of torch.func.grad. Use backend='autograd', which gives the same "
+                "values, or leave out fullgraph."
+            )
+        backend = "autograd" if breaks else self.backend
         runs = Runs(self._accumulated, self._updated, self._scanned, donate=self.donate, compile=self.compile)
-        parts = {"accumulate": runs.accumulate, "update": runs.update, "_loss": windowed(self.loss_fn), "_runs": runs}
+        parts = {"accumulate": runs.accumulate, "update": runs.update, "_loss": windowed(self.loss_fn), "_runs": runs, "_backend": backend}
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 
@@ -180,7 +189,7 @@ class Step:
             params,
             micro_batch,
             buffers,
-            backend=self.backend,
+            backend=self._backend,
             storage=storage,
         )
         if window is not None and out.reduction != window.reduction:

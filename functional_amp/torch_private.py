@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -85,3 +86,12 @@ def reaches_this_level(tensor: Tensor) -> bool:
     while functorch.is_functorch_wrapped_tensor(tensor) and functorch.maybe_get_level(tensor) > level:
         tensor = functorch.get_unwrapped(tensor)
     return functorch.maybe_get_level(tensor) == level and tensor.requires_grad
+
+
+def levels(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor as each `torch.func` transform around it sees it: the innermost first, without any last."""
+    functorch: Any = cast(Any, torch._C)._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        yield tensor
+        tensor = functorch.get_unwrapped(tensor)
+    yield tensor

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
-from functional_amp.mode import finite_cotangents, stage
+from functional_amp.mode import finite_cotangents, in_graph, stage, zero_stays_zero
 from functional_amp.registry import new
 from functional_amp.stages.differentiate import Backend, check_backend, differentiate, normal
+from functional_amp.torch_private import torch_pytree
 from functional_amp.tree import Flat, PyTree, flatten, flatten_tensors, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
 from functional_amp.values.scaler import Scaler, check_scaler
@@ -71,13 +72,22 @@ def scale_backward(
     """
     check_backend(backend)
     scaled = ScaledLoss(loss_fn, scaler, params, batch, weight)
-    grads, (value, tensors) = differentiate(scaled, finite_cotangents(scaled.leaves), backend)
+    leaves = finite_cotangents(scaled.leaves)
+    grads, (value, tensors) = differentiate(scaled, leaves, backend)
     loss_weight, aux = scaled.weight_and_aux(tensors)
     for place, grad in enumerate(grads):
         scaled.check_strided(grad, place)
     tree = scaled.tree([weighted(grad, loss_weight) for grad in grads])
     carried = new(ScaledGrads, tree=tree, scale=scaler.scale, weight=weight_tensor(loss_weight, scaler.scale))
+    zero_stays_zero((leaves, scaled.guarded), (carried, value, aux))
     return ScaledBackward(carried, value, aux)
+
+
+def _look_at_floats(batch: Any) -> None:
+    """Lets the compiler make inputs of Python floats: first met under torch.func, each would be a constant."""
+    for leaf in torch_pytree.tree_leaves(batch):
+        if isinstance(leaf, float):
+            leaf * 1.0  # noqa: B018
 
 
 class ScaledLoss:
@@ -86,6 +96,7 @@ class ScaledLoss:
     Attributes:
         leaves: the float and complex leaves of the parameters.
         loss_fn: the loss function, unscaled.
+        guarded: the batch and the scale, with the guards of outer derivatives.
         may_be_constant: whether the last call said that no parameter is to be reached: by the number 0 as weight.
     """
 
@@ -105,6 +116,8 @@ class ScaledLoss:
                 "Stacked scalers go through torch.vmap together with stacked parameters."
             )
         self.loss_fn, self._params, self._weight = loss_fn, params, weight
+        if in_graph():
+            _look_at_floats(batch)
         self._flat = flatten_tensors(params, "params")
         self._wanted = [index for index, leaf in enumerate(self._flat.leaves) if is_differentiable(leaf)]
         if not self._wanted:
@@ -117,7 +130,7 @@ class ScaledLoss:
                 f"params: found no floating-point leaf to differentiate, only {found or 'an empty tree'}. "
                 "Cast the parameters to float32, or pass the tree that holds them."
             )
-        self._batch, self._scale = finite_cotangents((batch, normal(scaler.scale)))
+        self.guarded = self._batch, self._scale = finite_cotangents((batch, normal(scaler.scale)))
         self._structure: list[Any] = []
         self.may_be_constant = False
         self.leaves = self.select(self._flat.leaves)
