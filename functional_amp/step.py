@@ -22,9 +22,10 @@ from functional_amp.optim.transaction import maybe_step
 from functional_amp.precision import cast_floating, check_dtype
 from functional_amp.registry import with_fields
 from functional_amp.selection import select
+from functional_amp.stages.accumulate import alike
 from functional_amp.stages.aux import aux_mean, aux_sum
 from functional_amp.stages.clip import check_clip, clip
-from functional_amp.stages.differentiate import Backend, check_backend
+from functional_amp.stages.differentiate import Backend, backend_in_graphs, check_backend, naming_limits
 from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
 from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
@@ -120,16 +121,14 @@ class Step:
             check_dtype(self.compute_dtype, "compute_dtype")
         check_bool(self.donate, "donate")
         check_compile(self.compile)
-        breaks = isinstance(self.compile, Mapping) and not self.compile.get("fullgraph", True)
-        if breaks and self.backend == "func":
-            raise ValueError(
-                "backend: found 'func' with compile={'fullgraph': False}, expected 'auto' or 'autograd': the compiler "
-                "can't leave a graph in the middle of torch.func.grad. Use backend='autograd', which gives the same "
-                "values, or leave out fullgraph."
-            )
-        backend = "autograd" if breaks else self.backend
         runs = Runs(self._accumulated, self._updated, self._scanned, donate=self.donate, compile=self.compile)
-        parts = {"accumulate": runs.accumulate, "update": runs.update, "_loss": windowed(self.loss_fn), "_runs": runs, "_backend": backend}
+        parts = {
+            "accumulate": naming_limits(runs.accumulate, self.compile),
+            "update": runs.update,
+            "_loss": windowed(self.loss_fn),
+            "_runs": runs,
+            "_backend": backend_in_graphs(self.backend, self.compile),
+        }
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 
@@ -150,7 +149,8 @@ class Step:
 
         Raises:
             ValueError: for a window without micro-batches.
-            TypeError: for a tensor, a dict or a NamedTuple in place of a list of micro-batches.
+            TypeError: for a tensor, a dict or a NamedTuple in place of a list of micro-batches, or for
+                micro-batches of different structure or dtypes.
         """
         one = isinstance(micro_batches, (Tensor, Mapping, str, bytes)) or hasattr(micro_batches, "_fields")
         if one or not isinstance(micro_batches, Iterable):
@@ -160,8 +160,8 @@ class Step:
             )
         if seed is not None:
             with seeded(seed):
-                return self._runs.window(state, micro_batches)
-        return self._runs.window(state, micro_batches)
+                return self(state, micro_batches)
+        return naming_limits(self._runs.window, self.compile)(state, alike(micro_batches))
 
     def scan(self, state: TrainState, micro_batches: PyTree) -> tuple[TrainState, Metrics]:
         """One update from micro-batches that are stacked along a first dimension.
@@ -171,7 +171,7 @@ class Step:
         Raises:
             ValueError: for leaves that are not tensors of one first size, naming them; for an empty window.
         """
-        return self._runs.scan(state, micro_batches)
+        return naming_limits(self._runs.scan, self.compile)(state, micro_batches)
 
     def _accumulated(self, state: TrainState, micro_batch: Any, storage: Storage = FRESH) -> TrainState:
         """The body of `accumulate`: scale_backward, then accumulate."""

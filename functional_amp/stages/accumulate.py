@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from functional_amp.checks import check_flag, check_number
 from functional_amp.dtypes import is_differentiable, like, widened
 from functional_amp.engine.storage import FRESH
-from functional_amp.mode import stage
+from functional_amp.mode import in_graph, stage
 from functional_amp.registry import with_fields
 from functional_amp.stages.addition import added
-from functional_amp.tree import check_leaf, check_structure, flatten_tensors, paths
+from functional_amp.tree import check_leaf, check_structure, flatten, flatten_tensors, paths
 from functional_amp.values.grads import ScaledGrads, check_scaled, denominator
 
 T = TypeVar("T")
@@ -156,6 +156,32 @@ class Windows(Generic[T]):
 
     def __length_hint__(self) -> int:
         return 0 if self._left is None else len(self)
+
+
+def alike(micro_batches: Iterable[T]) -> Iterable[T]:
+    """The micro-batches of a window, after a look whether they are of one kind; shapes may differ.
+
+    Raises:
+        TypeError: while they are taken, for one of another structure or other dtypes than the first.
+    """
+    if in_graph():  # dynamo follows no generator
+        return micro_batches
+    return _alike(micro_batches)
+
+
+def _alike(micro_batches: Iterable[T]) -> Iterator[T]:
+    first: Any = None
+    for index, micro_batch in enumerate(micro_batches):
+        flat = flatten(micro_batch)
+        kind = flat.spec, [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in flat.leaves]
+        first = kind if first is None else first
+        if kind != first:
+            raise TypeError(
+                f"micro_batches: found {kind[0]} of {kind[1]} at {index}, expected {first[0]} of {first[1]} as at 0. "
+                "A batch is no window: for the [x, y] of a DataLoader write step(state, [[x, y]]). Where the "
+                "micro-batches do differ, write step.accumulate(state, micro_batch) for each, then step.update(state)."
+            )
+        yield micro_batch
 
 
 def windows(loader: Iterable[T], n: int) -> Windows[T]:

@@ -13,7 +13,7 @@ from functional_amp.mode import finite_cotangents, in_graph, stage, zero_stays_z
 from functional_amp.registry import new
 from functional_amp.stages.differentiate import Backend, check_backend, differentiate, normal
 from functional_amp.torch_private import torch_pytree
-from functional_amp.tree import Flat, PyTree, flatten, flatten_tensors, paths
+from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
 from functional_amp.values.scaler import Scaler, check_scaler
 
@@ -83,11 +83,17 @@ def scale_backward(
     return ScaledBackward(carried, value, aux)
 
 
+def _named(path: str) -> str:
+    """The path of something that a `Loss` hands out."""
+    place, *rest = path.split(".")
+    return ".".join([("weight", "aux", "buffers")[int(place)], *rest])
+
+
 def _look_at_floats(batch: Any) -> None:
     """Lets the compiler make inputs of Python floats: first met under torch.func, each would be a constant."""
     for leaf in torch_pytree.tree_leaves(batch):
         if isinstance(leaf, float):
-            leaf * 1.0  # noqa: B018
+            leaf * 1.0
 
 
 class ScaledLoss:
@@ -156,22 +162,25 @@ class ScaledLoss:
         # A half-precision loss times the scale would overflow: 65504 is its largest number.
         value = loss.value.to(accumulation_dtype(loss.value.dtype))
         # torch.func hands out tensors alone: the structure and the other leaves go by the object.
-        out = flatten((loss.weight, loss.aux, loss.buffers))
-        is_tensor = [isinstance(leaf, Tensor) for leaf in out.leaves]
+        handed_out = (loss.weight, loss.aux, loss.buffers)
+        out = flatten(handed_out)
+        found, specs = opened(out.leaves, lambda index: f"loss_fn: {_named(paths(handed_out)[index])}")
+        is_tensor = [isinstance(leaf, Tensor) for leaf in found]
         self._structure[:] = [
             out.spec,
+            specs,
             is_tensor,
-            [None if held else leaf for leaf, held in zip(out.leaves, is_tensor, strict=True)],
+            [None if held else leaf for leaf, held in zip(found, is_tensor, strict=True)],
             loss.buffers is not None,
         ]
-        return value * like(self._scale, value), (value, [leaf for leaf in out.leaves if isinstance(leaf, Tensor)])
+        return value * like(self._scale, value), (value, [leaf for leaf in found if isinstance(leaf, Tensor)])
 
     def weight_and_aux(self, tensors: list[Tensor]) -> tuple[float | Tensor, PyTree]:
         """The weight, and the aux of `scale_backward`, after the scaled loss has been called."""
-        spec, is_tensor, leaves, has_buffers = self._structure
+        spec, specs, is_tensor, leaves, has_buffers = self._structure
         remaining = iter(tensors)
         leaves = [next(remaining) if held else leaf for leaf, held in zip(leaves, is_tensor, strict=True)]
-        weight, aux, buffers = cast(tuple[Any, Any, Any], Flat([], spec).unflatten(leaves))
+        weight, aux, buffers = cast(tuple[Any, Any, Any], Flat([], spec).unflatten(closed(leaves, specs)))
         return weight, (aux, buffers) if has_buffers else aux
 
     def check_strided(self, grad: Tensor, place: int) -> None:

@@ -139,6 +139,7 @@ def _streamed(
             hook.remove()
         for leaf in leaves:
             leaf.grad = None
+            leaf._backward_hooks = None  # those that the loss registered: the next one brings its own
     check_reached(scaled_loss, any(reached))
     if total is not None and all([engine or got for engine, got in zip(by_engine, reached, strict=True)]):
         lease.own(sums)
