@@ -110,7 +110,7 @@ def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
 
 def _refuse_history(name: str, given: Any) -> None:
     leaves = torch_pytree.tree_leaves(given) if in_graph() else optree.tree_leaves(given, none_is_leaf=True)
-    if any([getattr(leaf, "requires_grad", False) for leaf in leaves]):
+    if any([_has_history(leaf) for leaf in leaves]):
         raise RuntimeError(
             f"{name}: found an input that requires grad inside a loss that the autograd engine records, where the "
             "stages of functional_amp are constants: the gradient through them would be zero. "
@@ -118,16 +118,18 @@ def _refuse_history(name: str, given: Any) -> None:
         )
 
 
+def _has_history(leaf: Any) -> bool:
+    return getattr(leaf, "requires_grad", False) is True  # of a class it is a property
+
+
 def _detached(output: R) -> R:
     """The output without history: a tensor that is returned unchanged may have one of its own; others stay the same."""
     if in_graph():
         return output  # the graph that is traced under no_grad has no history to give
     leaves, spec = optree.tree_flatten(cast(Any, output), none_is_leaf=True)
-    if not any([getattr(leaf, "requires_grad", False) for leaf in leaves]):
+    if not any([_has_history(leaf) for leaf in leaves]):
         return output
-    return cast(
-        R, optree.tree_unflatten(spec, [x.detach() if getattr(x, "requires_grad", False) else x for x in leaves])
-    )
+    return cast(R, optree.tree_unflatten(spec, [x.detach() if _has_history(x) else x for x in leaves]))
 
 
 # Guards of outer derivatives: through a branch that is not taken, 0 * NaN is NaN.

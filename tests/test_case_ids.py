@@ -15,6 +15,8 @@ ONE_PROCESS = """
 # These are about a CUDA device, several processes or several devices.
 # Of the second set: saving, and moving between GradScaler and this library.
 FILES = "P11 P12 P13 D16".split()
+# Of the second set: gradients that were silently zero, sums and means, windows, graphs, containers.
+LOOPS = "L01 L02 L03 L04 L06 L07 L08 L09 L10 L11 L12 L13 L14 L15 L16 L17 L18".split()
 DEVICES_AND_RANKS = "C06 F14 D02 D03 D04 D05 D06".split()
 
 
@@ -31,4 +33,4 @@ def case_ids() -> set[str]:
 
 def test_each_case_has_a_test_and_each_test_a_case():
     assert len(set(ONE_PROCESS)) == 83
-    assert case_ids() == {*ONE_PROCESS, *FILES, *DEVICES_AND_RANKS}
+    assert case_ids() == {*ONE_PROCESS, *FILES, *LOOPS, *DEVICES_AND_RANKS}

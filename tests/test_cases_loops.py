@@ -17,7 +17,10 @@ GRAPH: Any = {"backend": "aot_eager"}
 NAN = math.nan
 
 # The compiler itself makes an instance of the class, to look at it.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # forward-mode AD
+]
 
 
 def slowly(*options: Any) -> list[Any]:
@@ -52,7 +55,9 @@ META_START, META_X = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.5])
 META_EXPECTED = META_START - 2 * META_START * (1 - 0.2 * META_X**2) ** 2  # d/dp (p (1 - 0.2 x^2))^2
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "func"}, *slowly({"compile": GRAPH}, {"compile": GRAPH, "donate": True})])
+@pytest.mark.parametrize(
+    "options", [{}, {"backend": "func"}, *slowly({"compile": GRAPH}, {"compile": GRAPH, "donate": True})]
+)
 def test_L01_differentiating_through_an_update_inside_another_step(options):
     state, _ = run(moved_loss, META_START, [[META_X]], **options)
     torch.testing.assert_close(state.params, META_EXPECTED)
@@ -418,9 +423,7 @@ def test_L08_two_losses_of_one_step__whatever_their_weights(weights):
 def test_L14_numpy_scalars_as_counts():
     x = torch.tensor([1.0, 2.0])
     for weight in (np.int64(3), np.float32(3), np.float64(3), np.int8(3), np.uint16(3)):
-        state, metrics = run(
-            lambda p, x, w=weight: fa.Loss((p * x).sum(), weight=w), x, [[x]], fa.sgd(np.float32(0.5))
-        )
+        state, metrics = run(lambda p, x, w=weight: fa.Loss((p * x).sum(), weight=w), x, [[x]], fa.sgd(np.float32(0.5)))
         assert float(metrics.weight) == 3 and torch.equal(state.params, x - 0.5 * x)
     for make in (
         lambda n: fa.adam(n(0.125), betas=(n(0.5), n(0.75)), eps=n(0.5), weight_decay=n(0.25)),
@@ -537,9 +540,11 @@ def test_L18_custom_function_in_a_compiled_func_step__compiled_by_the_user(backe
     start, x = torch.tensor([1.2, 2.3]), torch.tensor([2.0, 3.0])
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         graph = torch.compile(
-            lambda p, x: fa.scale_backward(
-                lambda p, x: (StraightThrough.apply(p) * x).sum(), fa.StaticScale(8.0), p, x, backend=backend
-            ).grads.tree,
+            lambda p, x: (
+                fa.scale_backward(
+                    lambda p, x: (StraightThrough.apply(p) * x).sum(), fa.StaticScale(8.0), p, x, backend=backend
+                ).grads.tree
+            ),
             backend="aot_eager",
             fullgraph=True,
         )

@@ -173,15 +173,20 @@ def _alike(micro_batches: Iterable[T]) -> Iterator[T]:
     first: Any = None
     for index, micro_batch in enumerate(micro_batches):
         flat = flatten(micro_batch)
-        kind = flat.spec, [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in flat.leaves]
-        first = kind if first is None else first
-        if kind != first:
+        first = flat if first is None else first
+        pairs = [(leaf, old) for leaf, old in zip(flat.leaves, first.leaves, strict=False) if _differ(leaf, old)]
+        if pairs or flat.spec != first.spec:
+            found, expected = [leaf.dtype for leaf in pairs[0]] if pairs else (flat.spec, first.spec)
             raise TypeError(
-                f"micro_batches: found {kind[0]} of {kind[1]} at {index}, expected {first[0]} of {first[1]} as at 0. "
-                "A batch is no window: for the [x, y] of a DataLoader write step(state, [[x, y]]). Where the "
-                "micro-batches do differ, write step.accumulate(state, micro_batch) for each, then step.update(state)."
+                f"micro_batches: found {found} at {index}, expected {expected} as at 0. A batch is no window: for the "
+                "[x, y] of a DataLoader write step(state, [[x, y]]). Where the micro-batches do differ, write "
+                "step.accumulate(state, micro_batch) for each, then step.update(state)."
             )
         yield micro_batch
+
+
+def _differ(leaf: Any, other: Any) -> bool:
+    return isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.dtype != other.dtype
 
 
 def windows(loader: Iterable[T], n: int) -> Windows[T]:

@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
+from functional_amp.engine.random import random_state
 from functional_amp.mode import finite_cotangents, in_graph, stage, zero_stays_zero
 from functional_amp.registry import new
-from functional_amp.stages.differentiate import Backend, check_backend, differentiate, normal
+from functional_amp.stages.differentiate import (
+    Backend,
+    check_backend,
+    differentiate,
+    normal,
+    record_loss,
+    recording,
+)
 from functional_amp.torch_private import torch_pytree
 from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
-from functional_amp.values.scaler import Scaler, check_scaler
+from functional_amp.values.scaler import NoScale, Scaler, check_scaler
 
 
 class ScaledBackward(NamedTuple):
@@ -94,6 +102,40 @@ def _look_at_floats(batch: Any) -> None:
     for leaf in torch_pytree.tree_leaves(batch):
         if isinstance(leaf, float):
             leaf * 1.0
+
+
+def unreached_paths(loss_fn: Callable[..., Tensor | Loss], params: PyTree, *batch: Any) -> list[str]:
+    """Lists the parameters that a loss leaves out: their gradients are zero whatever the numbers are.
+
+    For the host, once before training: a head that is never used, a branch behind a detach. It is no error, as
+    frozen and unused parameters are common; a loss that reaches no parameter at all is one in `scale_backward`.
+
+    Args:
+        loss_fn: `loss_fn(params, *batch)` returns a scalar tensor or a `Loss`; it is called once, and torch's
+            generators are put back.
+        params: a pytree of tensors.
+        batch: whatever the loss function takes after the parameters.
+
+    Returns:
+        The paths of the float and complex leaves that the loss does not depend on, in the order of the tree.
+
+    Raises:
+        TypeError, ValueError: as `scale_backward` does.
+        RuntimeError: inside `torch.inference_mode()`, where nothing is recorded.
+
+    >>> import torch
+    >>> unreached_paths(lambda p: p["used"].sum(), {"used": torch.ones(2), "head": {"bias": torch.zeros(2)}})
+    ['head.bias']
+    """
+    scaled = ScaledLoss(loss_fn, NoScale(), params, batch)
+    leaves = recording(scaled.leaves)
+    before = random_state()
+    try:
+        value, _ = record_loss(scaled, leaves)
+        grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
+    finally:
+        before.restore()
+    return [scaled.path(place) for place, grad in enumerate(grads) if grad is None]
 
 
 class ScaledLoss:
@@ -183,10 +225,14 @@ class ScaledLoss:
         weight, aux, buffers = cast(tuple[Any, Any, Any], Flat([], spec).unflatten(closed(leaves, specs)))
         return weight, (aux, buffers) if has_buffers else aux
 
+    def path(self, place: int) -> str:
+        """The path of the differentiated leaf at a place."""
+        return paths(self._params)[self._wanted[place]]
+
     def check_strided(self, grad: Tensor, place: int) -> None:
         """Raises TypeError for a sparse gradient of the leaf at a place."""
         if grad.layout != torch.strided:
             raise TypeError(
-                f"loss_fn: found a sparse gradient ({grad.layout}) at {paths(self._params)[self._wanted[place]]!r}, "
+                f"loss_fn: found a sparse gradient ({grad.layout}) at {self.path(place)!r}, "
                 "expected a strided one. Use Embedding(sparse=False), or call .to_dense() in the loss function."
             )

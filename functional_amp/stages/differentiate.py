@@ -110,14 +110,19 @@ def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> t
 def known_limit(loss_fn: Any) -> bool:
     """Whether "auto" has found that a loss function needs the engine; never under a transform."""
     try:
-        return loss_fn in _by_engine and mode() != "transform"
+        return _given(loss_fn) in _by_engine and mode() != "transform"
     except TypeError:  # a callable that can not be hashed is tried each time
         return False
 
 
+def _given(loss_fn: Any) -> Any:
+    """The user's function: each step wraps it in one of its own."""
+    return getattr(loss_fn, "given", loss_fn)
+
+
 def _remember_limit(loss_fn: Any, cause: str) -> None:
     try:
-        _by_engine.add(loss_fn)
+        _by_engine.add(_given(loss_fn))
     except TypeError:
         pass
     warnings.warn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
         )
         return with_fields(loss, aux=out, buffers=None)
 
+    cast(Any, loss_of).given = loss_fn
     return loss_of
 
 
