@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import numpy as np
 import pytest
 import torch
@@ -320,8 +322,6 @@ def test_L06_counters_at_the_end_of_int32__of_the_scaler(interval):
     """GradScaler's own tracker grows at its interval, long before."""
     scaler = fa.DynamicScale(8.0, growth_interval=interval)
     tracker = next(name for name in vars(scaler) if "tracker" in name)
-    import dataclasses
-
     scaler = dataclasses.replace(scaler, **{tracker: torch.tensor(END, dtype=torch.int32)})
     after = fa.update_scale(scaler, torch.tensor(True))
     assert float(after.scale) == 16.0 and int(getattr(after, tracker)) == 0
@@ -347,6 +347,7 @@ def test_L07_loss_that_is_already_divided_by_the_window_total(options, fresh_dyn
     leaf = params.clone().requires_grad_()
     full = per_item(leaf, torch.cat(batches)).mean()
     full.backward()
+    assert leaf.grad is not None
     torch.testing.assert_close(state.params, params - leaf.grad)
     torch.testing.assert_close(metrics.loss, full.detach())
     torch.testing.assert_close(metrics.grad_norm, leaf.grad.norm())
@@ -421,6 +422,7 @@ def test_L08_two_losses_of_one_step__whatever_their_weights(weights):
 
 
 def test_L14_numpy_scalars_as_counts():
+    np: Any = numpy  # its types are no Python numbers to a type checker
     x = torch.tensor([1.0, 2.0])
     for weight in (np.int64(3), np.float32(3), np.float64(3), np.int8(3), np.uint16(3)):
         state, metrics = run(lambda p, x, w=weight: fa.Loss((p * x).sum(), weight=w), x, [[x]], fa.sgd(np.float32(0.5)))
@@ -438,7 +440,8 @@ def test_L14_numpy_scalars_as_counts():
         first = torch.rand(1)
     with fa.seeded(3):
         assert torch.equal(torch.rand(1), first)
-    for flag in (np.bool_(True), True):
+    flags: list[Any] = [np.bool_(True), True]
+    for flag in flags:
         with pytest.raises(TypeError, match="weight: found bool"):
             fa.scale_backward(lambda p: p.sum(), fa.NoScale(), x, weight=flag)
 

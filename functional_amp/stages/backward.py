@@ -101,7 +101,7 @@ def _look_at_floats(batch: Any) -> None:
     """Lets the compiler make inputs of Python floats: first met under torch.func, each would be a constant."""
     for leaf in torch_pytree.tree_leaves(batch):
         if isinstance(leaf, float):
-            leaf * 1.0
+            _ = leaf * 1.0
 
 
 def unreached_paths(loss_fn: Callable[..., Tensor | Loss], params: PyTree, *batch: Any) -> list[str]:
