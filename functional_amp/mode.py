@@ -63,8 +63,10 @@ def engine_records() -> Iterator[None]:
             yield
             return
         _traced.append(None)
-        yield
-        _traced.pop()
+        try:
+            yield
+        finally:
+            _traced.pop()
         return
     _recording.depth += 1
     try:
@@ -99,7 +101,8 @@ def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if transformed():
             return function(*args, **kwargs)
-        if (len(_traced) if in_graph() else _recording.depth) and torch.is_grad_enabled():
+        recorded = len(_traced) or (not in_graph() and _recording.depth)  # a traced loss may have left its graph
+        if recorded and torch.is_grad_enabled():
             _refuse_history(function.__name__, (args, kwargs))
         with torch.no_grad():
             output = function(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -56,6 +57,18 @@ def foreach_norm(leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 def tracing_autograd() -> Any:
     """A context in which dynamo traces `torch.autograd.grad` into a graph."""
     return torch._dynamo.config.patch(trace_autograd_ops=True)
+
+
+@contextmanager
+def keeping_saved_tensor_hooks() -> Iterator[None]:
+    """Allows them again after an exception: a trace of `torch.func.grad` that fails leaves them forbidden for good."""
+    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    try:
+        yield
+    except BaseException:
+        if allowed:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        raise
 
 
 def dynamo_exception() -> type[BaseException]:

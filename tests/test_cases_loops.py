@@ -78,6 +78,19 @@ def test_L01_differentiating_through_an_update_inside_another_step__engine_refus
         run(moved_loss, META_START, [[META_X]], backend="autograd", compile=GRAPH)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_L01_differentiating_through_an_update_inside_another_step__engine_refuses_out_of_a_graph(fresh_dynamo):
+    def loss_fn(p: Tensor, x: Tensor) -> Tensor:
+        print(end="")
+        return moved_loss(p, x)
+
+    with pytest.raises(Exception, match=r"found an input that requires grad|Observed exception"):
+        run(loss_fn, META_START, [[META_X]], compile={**GRAPH, "fullgraph": False})
+    state, _ = run(moved_loss, META_START, [[META_X]], compile=GRAPH)  # nothing is left behind
+    torch.testing.assert_close(state.params, META_EXPECTED)
+
+
 STAGES_ON_PARAMS: dict[str, Callable[[Tensor], Tensor]] = {
     "clip": lambda p: fa.clip(p, 1.0).grads.sum(),
     "global_norm": lambda p: fa.global_norm(p),

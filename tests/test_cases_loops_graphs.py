@@ -42,7 +42,7 @@ def weighted_by_number(p: Tensor, batch: Any) -> fa.Loss:
 
 
 def in_a_dict(p: Tensor, batch: Any) -> Tensor:
-    return ((p * batch[0]["x"]) ** 2).mean() * batch[0]["beta"][0] + 0 * batch[1]
+    return ((p * batch[0]["x"]) ** 2).mean() * batch[0]["beta"][0] + (p * batch[1]).sum()
 
 
 @pytest.mark.slow
@@ -74,12 +74,12 @@ def test_L09_python_floats_that_change_from_call_to_call_compiled__inside_a_batc
     state = expected = fa.init_state(torch.tensor([1.0, 0.5]), optimizer, fa.StaticScale(8.0))
     made = []
     for i in range(12):
-        window = [({"x": torch.tensor([0.3, 0.7]), "beta": [0.1 * i + 0.05]}, 0.25 * i)]
+        window = [({"x": torch.tensor([0.3, 0.7]), "beta": [0.1 * i + 0.05]}, 0.25 * i + 0.1)]
         state, _ = graph(state, window)
         expected, _ = eager(expected, window)
         torch.testing.assert_close(state.params, expected.params, rtol=1e-6, atol=0)
         made.append(n_graphs())
-    assert made[-1] - made[0] <= 3  # 0.0, which some graphs take for a number of its own, and two
+    assert made[-1] - made[0] <= 2
 
 
 # L10: graph breaks in the loss
@@ -576,7 +576,7 @@ def test_L17_remedy_in_an_error_message_is_tried__hooks_of_a_loss_do_not_pile_up
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["checkpoint", "saved-tensor hooks", "attention"])
+@pytest.mark.parametrize("name", ["checkpoint", "attention"])
 @pytest.mark.parametrize("part", ["window", "accumulate", "scan"])
 def test_L17_remedy_in_an_error_message_is_tried__compiled(name, part, fresh_dynamo):
     loss_fn = lambda p, x: BEYOND_FUNC[name][0](p, x)  # noqa: E731
@@ -595,6 +595,7 @@ def test_L17_remedy_in_an_error_message_is_tried__compiled(name, part, fresh_dyn
     with pytest.raises(RuntimeError, match=r"does not work in one graph.*Use compile=\{'fullgraph': False\}"):
         run(compile=GRAPH)
     torch.testing.assert_close(run(compile=BREAKS), run(backend="autograd"))
+    torch.testing.assert_close(run(compile=BREAKS, donate=True), run(backend="autograd"))
 
 
 # Which parameters a loss leaves out
