@@ -122,13 +122,8 @@ class Step:
         check_bool(self.donate, "donate")
         check_compile(self.compile)
         runs = Runs(self._accumulated, self._updated, self._scanned, donate=self.donate, compile=self.compile)
-        parts = {
-            "accumulate": naming_limits(runs.accumulate, self.compile),
-            "update": runs.update,
-            "_loss": windowed(self.loss_fn),
-            "_runs": runs,
-            "_backend": backend_in_graphs(self.backend, self.compile),
-        }
+        parts = {"accumulate": naming_limits(runs.accumulate, self.compile), "update": runs.update, "_runs": runs}
+        parts |= {"_loss": windowed(self.loss_fn), "_backend": backend_in_graphs(self.backend, self.compile)}
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 

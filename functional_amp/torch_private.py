@@ -62,12 +62,13 @@ def tracing_autograd() -> Any:
 @contextmanager
 def keeping_saved_tensor_hooks() -> Iterator[None]:
     """Allows them again after an exception: a trace of `torch.func.grad` that fails leaves them forbidden for good."""
-    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    autograd: Any = cast(Any, torch._C)._autograd
+    allowed = autograd._saved_tensors_hooks_is_enabled()
     try:
         yield
     except BaseException:
         if allowed:
-            torch._C._autograd._saved_tensors_hooks_enable()
+            autograd._saved_tensors_hooks_enable()
         raise
 
 

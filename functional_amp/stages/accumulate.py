@@ -186,7 +186,8 @@ def _alike(micro_batches: Iterable[T]) -> Iterator[T]:
 
 
 def _differ(leaf: Any, other: Any) -> bool:
-    return isinstance(leaf, Tensor) and isinstance(other, Tensor) and leaf.dtype != other.dtype
+    both = isinstance(leaf, Tensor) and isinstance(other, Tensor)
+    return both and leaf.dtype != other.dtype and leaf.dim() + other.dim() > 0  # a 0-dim tensor is as good as a number
 
 
 def windows(loader: Iterable[T], n: int) -> Windows[T]:
