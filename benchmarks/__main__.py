@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import counts, growth, memory, options, peers, picture, report, steps, tail
+from benchmarks import counts, growth, history, memory, options, peers, picture, report, steps, tail
 from benchmarks.setup import Row, Setup
 
 
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "counts": lambda: counts.measure(setup),
         "memory": lambda: memory.measure(setup),
         "growth": lambda: growth.measure(setup),
+        "history": lambda: history.measure(setup),
     }
     for name in given.sections:
         print(f"measuring: {name}", file=sys.stderr, flush=True)

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import functional_amp as fa
-
-
-class Row(NamedTuple):
-    """The metrics of one update, on the host."""
-
-    loss: float
-    grad_norm: float
-    scale: float
-    finite: bool
+from functional_amp.debug import History
 
 
 class Report:
-    """Collects the metrics of each update and shows them.
+    """Shows the history of a run. It stays on the device until `read` fetches it: no update waits for the host.
 
-    They stay on the device until `read` fetches all that are waiting at once, so that no update
-    waits for the host.
+    Attributes:
+        columns: what `History.to_dict` gave when it was last read: a list for each metric, an item for each update.
+        validation: updates and the validation losses after them.
     """
 
     def __init__(self, title: str, dtype: str, steps: int, entropy: float):
@@ -34,9 +25,8 @@ class Report:
         self.dtype = dtype
         self.steps = steps
         self.entropy = entropy
-        self.rows: list[Row] = []
+        self.columns: dict[str, list[Any]] = {}
         self.validation: list[tuple[int, float]] = []
-        self._waiting: list[torch.Tensor] = []
         self._console = Console(highlight=False)
         self._live = self._console.is_terminal
         self.bar = Progress(
@@ -51,48 +41,44 @@ class Report:
         self._say(f"{title}; byte entropy of the held-out files {entropy:.3f} nats", "bold")
 
     @property
+    def updates(self) -> int:
+        """How many have been read."""
+        return len(self.columns.get("window", []))
+
+    @property
     def skipped(self) -> list[int]:
         """The numbers of the skipped updates, counted from 1."""
-        return [update for update, row in enumerate(self.rows, 1) if not row.finite]
+        columns = self.columns or {"window": [], "applied": []}
+        return [update for update, applied in zip(columns["window"], columns["applied"]) if not applied]
 
     @property
     def complete(self) -> bool:
         """Whether the run came to its end."""
-        return len(self.rows) == self.steps
+        return self.updates == self.steps
 
-    def add(self, metrics: fa.Metrics) -> None:
-        """Takes the metrics of the next update, without reading them."""
-        self._waiting.append(torch.stack([metrics.loss, metrics.grad_norm, metrics.scale, metrics.finite.float()]))
-
-    def read(self) -> None:
-        """Reads the metrics that wait, and moves the bar."""
+    def read(self, history: History) -> None:
+        """Reads the history of all updates so far, and moves the bar."""
         explained = bool(self.skipped)
-        if self._waiting:
-            self.rows += [Row(*row[:3], finite=row[3] == 1) for row in torch.stack(self._waiting).tolist()]
-            self._waiting.clear()
+        self.columns = history.to_dict()
         if self.skipped and not explained:
             self._explain(self.skipped[0])
-        self.bar.update(self._task, completed=len(self.rows), description=self._figures())
+        self.bar.update(self._task, completed=self.updates, description=self._figures())
 
     def validated(self, loss: float) -> None:
-        """Takes the validation loss after the updates so far."""
-        self.read()
-        self.validation.append((len(self.rows), loss))
+        """Takes the validation loss after the updates that have been read."""
+        self.validation.append((self.updates, loss))
         self.bar.update(self._task, description=self._figures())
         if not self._live:
-            self._say(f"update {len(self.rows):4}  {self._figures()}")
+            self._say(f"update {self.updates:4}  {self._figures()}")
 
     def _figures(self) -> str:
-        row = self.rows[-1]
+        loss, norm, scale = (self.columns[name][-1] for name in ("loss", "grad_norm", "scale"))
         validation = f"{self.validation[-1][1]:.3f}" if self.validation else "..."
-        return (
-            f"loss {row.loss:.2f} val {validation} norm {row.grad_norm:.2f} "
-            f"scale {_power(row.scale)} skipped {len(self.skipped)}"
-        )
+        return f"loss {loss:.2f} val {validation} norm {norm:.2f} scale {_power(scale)} skipped {len(self.skipped)}"
 
     def _explain(self, update: int) -> None:
         if self.dtype == "float16":
-            scale = self.rows[update - 1].scale
+            scale = self.columns["scale"][update - 1]
             reason = f"scale {_power(scale)} is too high for float16: update skipped, scale halved, as intended"
         else:
             reason = f"gradients are inf or NaN: skipped; {self.dtype} should not come to that"
@@ -103,18 +89,17 @@ class Report:
 
     def summary(self, seconds: float, picture: Path) -> str:
         """The figures of the whole run."""
-        recent = [row.loss for row in self.rows[-20:]]
-        scales = [row.scale for row in self.rows]
+        recent, scales = self.columns["loss"][-20:], self.columns["scale"]
         moved = f"{_power(min(scales))} to {_power(max(scales))}" if self.dtype == "float16" else "none"
         figures = {
             "validation loss": f"{self.validation[-1][1]:.4f} nats per byte (byte entropy: {self.entropy:.4f})",
             "training loss": f"{sum(recent) / len(recent):.4f}, the mean of the last {len(recent)} updates",
-            "updates": f"{len(self.rows) - len(self.skipped)} applied, {len(self.skipped)} skipped",
+            "updates": f"{self.updates - len(self.skipped)} applied, {len(self.skipped)} skipped",
             "loss scale": moved,
             "time": f"{seconds:.0f} s",
             "picture": str(picture),
         }
-        stopped = "" if self.complete else f"stopped after update {len(self.rows)} of {self.steps}\n"
+        stopped = "" if self.complete else f"stopped after update {self.updates} of {self.steps}\n"
         return stopped + "\n".join(f"{name:16} {value}" for name, value in figures.items())
 
 
@@ -130,25 +115,25 @@ def draw(report: Report, path: Path, max_norm: float) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    updates, skipped = range(1, len(report.rows) + 1), report.skipped
+    columns, updates, skipped = report.columns, report.columns["window"], report.skipped
     final = report.validation[-1][1]
     figure, panels = plt.subplots(3, sharex=True, figsize=(9, 9), layout="constrained", height_ratios=(3, 2, 2))
     figure.suptitle(report.title)
     top, middle, bottom = panels
 
-    top.plot(updates, [row.loss for row in report.rows], color="tab:blue", alpha=0.4, label="training")
+    top.plot(updates, columns["loss"], color="tab:blue", alpha=0.4, label="training")
     top.plot(*zip(*report.validation), color="tab:blue", marker="o", label=f"validation, {final:.3f} at the end")
     top.axhline(report.entropy, color="black", linestyle="--", linewidth=1, label=f"byte entropy, {report.entropy:.3f}")
     top.set_ylabel("loss (nats per byte)")
 
-    scales = [math.log2(row.scale) for row in report.rows]
+    scales = [math.log2(scale) for scale in columns["scale"]]
     marks = [scales[update - 1] for update in skipped]
     middle.step(updates, scales, where="mid", color="tab:green", label="scale")
     middle.plot(skipped, marks, "x", color="tab:red", markeredgewidth=2, label=f"skipped updates ({len(skipped)})")
     middle.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     middle.set_ylabel("loss scale (log2)")
 
-    norms = [row.grad_norm if row.finite else math.nan for row in report.rows]
+    norms = [norm if math.isfinite(norm) else math.nan for norm in columns["grad_norm"]]
     bottom.semilogy(updates, norms, color="tab:purple", linewidth=1, label="before clipping")
     bottom.axhline(max_norm, color="black", linestyle="--", linewidth=1, label=f"clipped to {max_norm:g}")
     bottom.set_ylabel("gradient norm")

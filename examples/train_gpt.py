@@ -24,11 +24,12 @@ from text import byte_entropy, even_batches, random_batches, standard_library
 from torch import Tensor
 
 import functional_amp as fa
+from functional_amp.debug import init_history, record
 
 LossFn = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 MAX_NORM = 1.0
-READ_EVERY = 10  # updates between two looks at the metrics
+READ_EVERY = 10  # updates between two looks at the history
 VALIDATIONS = 8  # in a run
 
 
@@ -81,10 +82,10 @@ def train(options: Options, stop: threading.Event) -> Report:
 
     apply, params, _ = fa.from_module(GPT(size.shape).to(device))
     optimizer = make_optimizer(size.learning_rate, options.steps)
-    step = fa.make_step(in_precision(next_byte_loss(apply), dtype), optimizer, max_norm=MAX_NORM)
-    if options.compile:
-        step = fa.Step(torch.compile(step.accumulate, fullgraph=True), torch.compile(step.update, fullgraph=True))
+    loss_fn = in_precision(next_byte_loss(apply), dtype)
+    step = fa.make_step(loss_fn, optimizer, max_norm=MAX_NORM, compile=options.compile)
     state = fa.init_state(params, optimizer, make_scaler(dtype, options.steps))
+    history = init_history(state, options.steps)
     evaluate = in_precision(next_byte_loss(apply.eval()), dtype)
 
     def validation_loss() -> float:
@@ -94,15 +95,16 @@ def train(options: Options, stop: threading.Event) -> Report:
     with report.bar:
         for update, window in enumerate(windows, 1):
             state, metrics = step(state, window, seed=options.seed + update)
-            report.add(metrics)
-            if update % READ_EVERY == 0:
-                report.read()
+            history = record(history, metrics)
+            stopping = stop.is_set() or update == options.steps
+            validating = stopping or update % max(1, options.steps // VALIDATIONS) == 0
+            if validating or update % READ_EVERY == 0:
+                report.read(history)
                 fa.check_progress(state)
-            if stop.is_set() or update == options.steps:
-                break
-            if update % max(1, options.steps // VALIDATIONS) == 0:
+            if validating:
                 report.validated(validation_loss())
-        report.validated(validation_loss())
+            if stopping:
+                break
     return report
 
 

@@ -43,9 +43,10 @@ def mode() -> Mode:
 
 
 class _Recording(threading.local):
-    """How many losses the autograd engine records on this thread."""
+    """How many losses the autograd engine records on this thread, and how many stages run."""
 
     depth = 0
+    stages = 0
 
 
 _recording = _Recording()
@@ -104,8 +105,17 @@ def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
         recorded = len(_traced) or (not in_graph() and _recording.depth)  # a traced loss may have left its graph
         if recorded and torch.is_grad_enabled():
             _refuse_history(function.__name__, (args, kwargs))
-        with torch.no_grad():
-            output = function(*args, **kwargs)
+        if in_graph():  # what is traced under no_grad has no history to give
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        if _recording.stages and not torch.is_grad_enabled():  # inside another stage, which does the rest
+            return function(*args, **kwargs)
+        _recording.stages += 1
+        try:
+            with torch.no_grad():
+                output = function(*args, **kwargs)
+        finally:
+            _recording.stages -= 1
         return _detached(output) if detach else output
 
     return wrapped
@@ -127,8 +137,6 @@ def _has_history(leaf: Any) -> bool:
 
 def _detached(output: R) -> R:
     """The output without history: a tensor that is returned unchanged may have one of its own; others stay the same."""
-    if in_graph():
-        return output  # the graph that is traced under no_grad has no history to give
     leaves, spec = optree.tree_flatten(cast(Any, output), none_is_leaf=True)
     if not any([_has_history(leaf) for leaf in leaves]):
         return output

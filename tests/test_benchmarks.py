@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import counts, picture, report, tail
+from benchmarks import counts, history, picture, report, tail
 from benchmarks.__main__ import main
 from benchmarks.loops import make_loop
 from benchmarks.measure import PeakMemory, interleaved
@@ -108,6 +109,15 @@ def test_the_counter_counts_what_is_allocated_and_read():
         b.view(1, 3)  # a view
         a.sum().item()  # new, and a read
     assert (counter.operators, counter.tensors, counter.reads) == (5, 2, 1)
+
+
+def test_the_cost_of_a_history_is_measured_for_each_eager_variant_of_the_step():
+    alone, *added = history.measure(dataclasses.replace(CPU, variants=("imperative", "pure", "donated")))
+    assert float(alone.values["pure"]) > 0 and len(added) == 2 * len(history.TASKS)
+    for row in added:
+        assert set(row.values) == {"pure", "donated"} and all(
+            math.isfinite(float(value)) for value in row.values.values()
+        )
 
 
 def test_peak_memory_sees_what_is_gone_again():

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_amp as fa
+from functional_amp.debug import History, init_history, record
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -207,8 +208,16 @@ def test_only_float16_has_a_loss_scale_that_moves(example):
 # --- the report -------------------------------------------------------------------------------------
 
 
-def metrics(*, finite: bool, scale: float) -> fa.Metrics:
-    return fa.Metrics(*map(torch.tensor, (2.5, 0.75 if finite else math.inf, finite, finite, scale, 1.0)))
+def history_of(flags: list[bool], scale: float) -> History:
+    """Updates with a loss of 2.5 and a norm of 0.75, and with a gradient of inf where not finite."""
+    optimizer = fa.sgd(0.0)
+    step = fa.make_step(lambda p, x: (p * x).sum(), optimizer)
+    state = fa.init_state(torch.tensor([2.5 / 0.75]), optimizer, fa.StaticScale(scale))
+    history = init_history(state)
+    for finite in flags:
+        state, metrics = step(state, [torch.tensor([0.75 if finite else math.inf])])
+        history = record(history, metrics)
+    return history
 
 
 @pytest.mark.parametrize(
@@ -219,33 +228,31 @@ def metrics(*, finite: bool, scale: float) -> fa.Metrics:
     ],
 )
 def test_the_first_overflow_is_explained_once_in_one_line(example, capsys, dtype, scale, words):
-    report = example["report"].Report("a run", dtype, 4, 3.0)
-    for finite in (True, False, True, False):
-        report.add(metrics(finite=finite, scale=scale))
-        report.read()
+    report = example["report"].Report("a run", dtype, 5, 3.0)
+    flags = [True, False, True, False, True]
+    for count in range(1, 6):
+        report.read(history_of(flags[:count], scale))
     report.validated(2.25)
     lines = capsys.readouterr().out.splitlines()
     assert [bool(re.match(words, line)) for line in lines] == [False, True, False]
     assert report.skipped == [2, 4]
-    assert "loss 2.50 val 2.250 norm inf" in lines[-1]
+    assert "loss 2.50 val 2.250 norm 0.75" in lines[-1]
     assert lines[-1].endswith("skipped 2")
 
 
-def test_no_update_is_lost_between_two_readings(example):
+def test_what_has_been_read_is_the_history(example):
     report = example["report"].Report("a run", "float16", 5, 3.0)
-    for count in (2, 0, 3):
-        for _ in range(count):
-            report.add(metrics(finite=True, scale=2.0 ** (16 + len(report.rows))))
-        report.read()
-    assert [row.scale for row in report.rows] == [2.0**16] * 2 + [2.0**18] * 3
+    for count in (2, 5):
+        history = history_of([True] * count, 8.0)
+        report.read(history)
+        assert report.columns == history.to_dict() and report.updates == count
     assert report.complete
 
 
 @pytest.mark.parametrize("updates", [[True], [False], [True, False] * 20])
 def test_a_picture_is_drawn_of_any_number_of_updates(example, tmp_path, updates):
     report = example["report"].Report("a run", "float16", 100, 3.0)
-    for finite in updates:
-        report.add(metrics(finite=finite, scale=2.0**16))
+    report.read(history_of(updates, 2.0**16))
     report.validated(2.25)
     example["report"].draw(report, tmp_path / "run.png", 1.0)
     assert (tmp_path / "run.png").read_bytes().startswith(PNG)
@@ -405,7 +412,7 @@ def default_run(example):
 
 def final_loss(report) -> float:
     update, loss = report.validation[-1]
-    assert update == len(report.rows) == report.steps
+    assert update == report.updates == report.steps
     return loss
 
 
@@ -417,7 +424,7 @@ def test_the_float16_run_learns_more_than_the_frequency_of_bytes(default_run):
 
 @pytest.mark.slow
 def test_the_scale_of_the_float16_run_climbs_overflows_and_comes_back(default_run):
-    scales = [row.scale for row in default_run("float16").rows]
+    scales = default_run("float16").columns["scale"]
     falls = [update for update in range(1, len(scales)) if scales[update] < scales[update - 1]]
     assert len(falls) >= 2
     assert scales[falls[0] - 1] > scales[0]
@@ -429,9 +436,9 @@ def test_the_scale_of_the_float16_run_climbs_overflows_and_comes_back(default_ru
 def test_the_scale_of_the_float16_run_is_what_torch_makes_of_its_overflows(default_run):
     report = default_run("float16")
     scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
-    for row in report.rows:
-        assert row.scale == scale
-        torch._amp_update_scale_(scale, tracker, torch.tensor(float(not row.finite)), 2.0, 0.5, report.steps // 12)
+    for used, finite in zip(report.columns["scale"], report.columns["finite"]):
+        assert used == scale
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(not finite)), 2.0, 0.5, report.steps // 12)
 
 
 @pytest.mark.slow

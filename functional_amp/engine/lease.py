@@ -53,7 +53,9 @@ class Lease(Fresh):
     def hold(self, state: TrainState) -> None:
         """Takes note of a state that is about to be returned."""
         flat = _leaves_of(state)
-        if all([type(leaf) is Tensor for leaf in flat.leaves if isinstance(leaf, Tensor)]):
+        if self._held is not None and same_leaves(flat.leaves, self._held.leaves):
+            self._held = flat
+        elif all([type(leaf) is Tensor for leaf in flat.leaves if isinstance(leaf, Tensor)]):
             self._held, self._addresses = flat, _addresses(flat.leaves)
 
     def writing(self, what: Literal["window", "state"]) -> None:

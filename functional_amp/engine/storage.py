@@ -116,7 +116,7 @@ def dense(leaf: Tensor) -> Tensor:
 
 def is_sole_owner(tensor: Tensor) -> bool:
     """Whether nobody else holds the storage of a tensor: a gradient may be a view of a user's own tensor."""
-    return storage_use_count(tensor) == 2  # the tensor's reference, and the handle made for the question
+    return storage_use_count(tensor) == 1
 
 
 def copied(leaf: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
+from functional_amp.engine.loans import lending
 from functional_amp.engine.random import random_state
 from functional_amp.mode import finite_cotangents, in_graph, stage, zero_stays_zero
 from functional_amp.registry import new
@@ -35,6 +36,7 @@ class ScaledBackward(NamedTuple):
 
 
 @stage
+@lending
 def scale_backward(
     loss_fn: Callable[..., Tensor | Loss],
     scaler: Scaler,
@@ -104,6 +106,7 @@ def _look_at_floats(batch: Any) -> None:
             _ = leaf * 1.0
 
 
+@lending
 def unreached_paths(loss_fn: Callable[..., Tensor | Loss], params: PyTree, *batch: Any) -> list[str]:
     """Lists the parameters that a loss leaves out: their gradients are zero whatever the numbers are.
 
