@@ -42,6 +42,7 @@ from functional_amp.stages.accumulate import add as add
 from functional_amp.stages.accumulate import windows as windows
 from functional_amp.stages.backward import ScaledBackward as ScaledBackward
 from functional_amp.stages.backward import scale_backward as scale_backward
+from functional_amp.stages.backward import unreached_paths as unreached_paths
 from functional_amp.stages.clip import Clipped as Clipped
 from functional_amp.stages.clip import clip as clip
 from functional_amp.stages.clip import global_norm as global_norm

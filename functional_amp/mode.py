@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from functional_amp.torch_private import functorch_active, torch_pytree
+from functional_amp.torch_private import functorch_active, levels, torch_pytree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,21 +52,36 @@ class _Recording(threading.local):
 _recording = _Recording()
 _traced: list[None] = []
 """The same for what is being traced into a graph: dynamo follows a list, and no attribute of a thread."""
+_looped: list[None] = []
+"""Not empty while the body of a loop is traced, which may not write to what is outside."""
 
 
 @contextmanager
 def engine_records() -> Iterator[None]:
     """Marks a loss function that the autograd engine is to differentiate."""
     if in_graph():
+        if _looped:
+            yield
+            return
         _traced.append(None)
-        yield
-        _traced.pop()
+        try:
+            yield
+        finally:
+            _traced.pop()
         return
     _recording.depth += 1
     try:
         yield
     finally:
         _recording.depth -= 1
+
+
+@contextmanager
+def loop_body() -> Iterator[None]:
+    """Around a loop in a graph whose body was traced once before, and looked through for losses that are refused."""
+    _looped.append(None)
+    yield
+    _looped.pop()
 
 
 def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
@@ -87,7 +102,8 @@ def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if transformed():
             return function(*args, **kwargs)
-        if (len(_traced) if in_graph() else _recording.depth) and torch.is_grad_enabled():
+        recorded = len(_traced) or (not in_graph() and _recording.depth)  # a traced loss may have left its graph
+        if recorded and torch.is_grad_enabled():
             _refuse_history(function.__name__, (args, kwargs))
         if in_graph():  # what is traced under no_grad has no history to give
             with torch.no_grad():
@@ -107,7 +123,7 @@ def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
 
 def _refuse_history(name: str, given: Any) -> None:
     leaves = torch_pytree.tree_leaves(given) if in_graph() else optree.tree_leaves(given, none_is_leaf=True)
-    if any([getattr(leaf, "requires_grad", False) for leaf in leaves]):
+    if any([_has_history(leaf) for leaf in leaves]):
         raise RuntimeError(
             f"{name}: found an input that requires grad inside a loss that the autograd engine records, where the "
             "stages of functional_amp are constants: the gradient through them would be zero. "
@@ -115,14 +131,16 @@ def _refuse_history(name: str, given: Any) -> None:
         )
 
 
+def _has_history(leaf: Any) -> bool:
+    return getattr(leaf, "requires_grad", False) is True  # of a class it is a property
+
+
 def _detached(output: R) -> R:
     """The output without history: a tensor that is returned unchanged may have one of its own; others stay the same."""
     leaves, spec = optree.tree_flatten(cast(Any, output), none_is_leaf=True)
-    if not any([getattr(leaf, "requires_grad", False) for leaf in leaves]):
+    if not any([_has_history(leaf) for leaf in leaves]):
         return output
-    return cast(
-        R, optree.tree_unflatten(spec, [x.detach() if getattr(x, "requires_grad", False) else x for x in leaves])
-    )
+    return cast(R, optree.tree_unflatten(spec, [x.detach() if _has_history(x) else x for x in leaves]))
 
 
 # Guards of outer derivatives: through a branch that is not taken, 0 * NaN is NaN.
@@ -169,6 +187,43 @@ def finite_cotangents(tree: R) -> R:
         return barrier.apply(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return cast(R, optree.tree_map(guarded, cast(Any, tree)))
+
+
+_GUARDED = "functional_amp: zero stays zero"
+
+
+def zero_stays_zero(inputs: Any, outputs: Any) -> None:
+    """Lets a cotangent of zero flow back as zero from the outputs to all that they were computed from, but the inputs.
+
+    The derivative of zero is zero, but the engine takes it times what it saved, and 0 * NaN is NaN. This is for what
+    a loss function captured, through which `finite_cotangents` of its arguments can't reach. A graph has no hooks.
+    """
+    if not transformed() or in_graph():
+        return
+    for node in _nodes(inputs):
+        node.metadata[_GUARDED] = True
+    waiting = list(_nodes(outputs))
+    while waiting:
+        node = waiting.pop()
+        if _GUARDED not in node.metadata:  # each node once, however often a window passes by
+            node.metadata[_GUARDED] = True
+            node.register_hook(_zero_for_zero)
+            waiting += [after for after, _ in node.next_functions if after is not None]
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    for leaf in optree.tree_leaves(tree):
+        for tensor in levels(leaf) if isinstance(leaf, Tensor) else ():
+            if tensor.grad_fn is not None:
+                yield tensor.grad_fn
+
+
+def _zero_for_zero(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> Any:
+    zero = [(grad == 0).all() for grad in grad_outputs if grad is not None]
+    if not zero:
+        return None
+    every = functools.reduce(torch.logical_and, zero)
+    return tuple(None if grad is None else torch.where(every.to(grad.device), 0, grad) for grad in grad_inputs)
 
 
 def stop_gradient_where(bad: Tensor, leaf: Tensor) -> Tensor:

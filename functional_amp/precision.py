@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.registry import with_fields
-from functional_amp.tree import PyTree, flatten, map_tensors
+from functional_amp.tree import PyTree, closed, flatten, opened, paths
 from functional_amp.values.grads import Loss, check_loss_fn
 
 LossFn = Callable[..., Any]
@@ -109,14 +109,24 @@ class Policy:
 def cast_floating(tree: PyTree, dtype: torch.dtype) -> PyTree:
     """Casts the real floating-point tensors of a tree; all other leaves stay as they are.
 
+    Containers may be those that optree knows or that torch's pytree knows.
+
+    Raises:
+        TypeError: for a dtype that is not a floating-point one; for another container that holds tensors.
+
     >>> import torch
     >>> cast_floating({"x": torch.ones(1), "n": torch.ones(1, dtype=torch.int64)}, torch.float16)
     {'x': tensor([1.], dtype=torch.float16), 'n': tensor([1])}
     """
     check_dtype(dtype, "dtype")
-    return map_tensors(
-        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree
-    )
+    return _cast(tree, dtype, "tree")
+
+
+def _cast(tree: PyTree, dtype: torch.dtype, what: str) -> PyTree:
+    flat = flatten(tree)
+    leaves, specs = opened(flat.leaves, lambda index: f"{what}: at {paths(tree)[index]!r}")
+    leaves = [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
+    return flat.unflatten(closed(leaves, specs))
 
 
 def with_policy(loss_fn: LossFn, policy: Policy | str) -> LossFn:
@@ -148,8 +158,11 @@ def with_policy(loss_fn: LossFn, policy: Policy | str) -> LossFn:
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(a if index == kept else policy.cast_to_compute(a) for index, a in enumerate(args))
-        kwargs = {name: a if name == "buffers" else policy.cast_to_compute(a) for name, a in kwargs.items()}
+        dtype = policy.compute_dtype
+        args = tuple(
+            a if index == kept else _cast(a, dtype, f"loss_fn: argument {index}") for index, a in enumerate(args)
+        )
+        kwargs = {name: a if name == "buffers" else _cast(a, dtype, f"loss_fn: {name}") for name, a in kwargs.items()}
         out = loss_fn(*args, **kwargs)
         if isinstance(out, Loss):
             return with_fields(out, value=policy.cast_to_output(out.value))

@@ -22,14 +22,15 @@ from functional_amp.optim.transaction import maybe_step
 from functional_amp.precision import cast_floating, check_dtype
 from functional_amp.registry import with_fields
 from functional_amp.selection import select
+from functional_amp.stages.accumulate import alike
 from functional_amp.stages.aux import aux_mean, aux_sum
 from functional_amp.stages.clip import check_clip, clip
-from functional_amp.stages.differentiate import Backend, check_backend, known_limit
+from functional_amp.stages.differentiate import Backend, backend_in_graphs, check_backend, known_limit, naming_limits
 from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
 from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
 from functional_amp.values.grads import Loss, check_loss_fn
-from functional_amp.values.scaler import DynamicScale, Scaler, check_scaler
+from functional_amp.values.scaler import DynamicScale, Scaler, check_scaler, update_scale
 from functional_amp.values.state import Metrics, TrainState, Window
 
 
@@ -78,7 +79,6 @@ def init_state(
 @dataclass(frozen=True, eq=False)
 class Step:
     """The composed step, as a value: its options, and a body made of the public stages.
-
         for micro_batch in window:
             grads, loss, aux = scale_backward(loss_fn, scaler, params, micro_batch)
             total = accumulate(total, grads)
@@ -89,10 +89,7 @@ class Step:
         scaler = update_scale(scaler, finite)
 
     `make_step` makes one, and `dataclasses.replace(step, max_norm=1.0)` another.
-
-    Attributes:
-        loss_fn, optimizer, max_norm, norm_type, clip_eps, backend, compute_dtype, donate, compile: the
-            arguments of `make_step`.
+    Attributes (beside the arguments of `make_step`):
         accumulate: `(state, micro_batch) -> state`: adds a micro-batch to the open window.
         update: `state -> (state, metrics)`: closes the window.
     """
@@ -109,6 +106,7 @@ class Step:
     accumulate: Callable[[TrainState, Any], TrainState] = field(init=False, repr=False)
     update: Callable[[TrainState], tuple[TrainState, Metrics]] = field(init=False, repr=False)
     _loss: Callable[..., Loss] = field(init=False, repr=False)
+    _backend: Backend = field(init=False, repr=False)
     _runs: Runs = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -121,7 +119,8 @@ class Step:
         check_bool(self.donate, "donate")
         check_compile(self.compile)
         runs = Runs(self._accumulated, self._updated, self._scanned, donate=self.donate, compile=self.compile)
-        parts = {"accumulate": runs.accumulate, "update": runs.update, "_loss": windowed(self.loss_fn), "_runs": runs}
+        parts = {"accumulate": naming_limits(runs.accumulate, self.compile), "update": runs.update, "_runs": runs}
+        parts |= {"_loss": windowed(self.loss_fn), "_backend": backend_in_graphs(self.backend, self.compile)}
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 
@@ -142,7 +141,8 @@ class Step:
 
         Raises:
             ValueError: for a window without micro-batches.
-            TypeError: for a tensor, a dict or a NamedTuple in place of a list of micro-batches.
+            TypeError: for a tensor, a dict or a NamedTuple in place of a list of micro-batches, or for
+                micro-batches of different structure or dtypes.
         """
         one = isinstance(micro_batches, (Tensor, Mapping, str, bytes)) or hasattr(micro_batches, "_fields")
         if one or not isinstance(micro_batches, Iterable):
@@ -152,8 +152,8 @@ class Step:
             )
         if seed is not None:
             with seeded(seed):
-                return self._runs.window(state, micro_batches)
-        return self._runs.window(state, micro_batches)
+                return self(state, micro_batches)
+        return naming_limits(self._runs.window, self.compile)(state, alike(micro_batches))
 
     def scan(self, state: TrainState, micro_batches: PyTree) -> tuple[TrainState, Metrics]:
         """One update from micro-batches that are stacked along a first dimension.
@@ -163,7 +163,7 @@ class Step:
         Raises:
             ValueError: for leaves that are not tensors of one first size, naming them; for an empty window.
         """
-        return self._runs.scan(state, micro_batches)
+        return naming_limits(self._runs.scan, self.compile)(state, micro_batches)
 
     @property
     def needs_engine(self) -> bool:
@@ -186,7 +186,7 @@ class Step:
             params,
             micro_batch,
             buffers,
-            backend=self.backend,
+            backend=self._backend,
             storage=storage,
         )
         if window is not None and out.reduction != window.reduction:
@@ -219,6 +219,7 @@ class Step:
         applied = finite & (grads.weight > 0)
         # Before the update: what raises here has not written to a donated state yet.
         buffers = select(applied, window.buffers, state.buffers, "buffers")
+        scaler = update_scale(state.scaler, finite)
         params, opt_state = maybe_step(self.optimizer, state.params, state.opt_state, grads, finite, storage=storage)
         weight = torch.where(grads.weight == 0, 1, grads.weight)
         metrics = Metrics(

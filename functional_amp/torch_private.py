@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -57,6 +59,19 @@ def tracing_autograd() -> Any:
     return torch._dynamo.config.patch(trace_autograd_ops=True)
 
 
+@contextmanager
+def keeping_saved_tensor_hooks() -> Iterator[None]:
+    """Allows them again after an exception: a trace of `torch.func.grad` that fails leaves them forbidden for good."""
+    autograd: Any = cast(Any, torch._C)._autograd
+    allowed = autograd._saved_tensors_hooks_is_enabled()
+    try:
+        yield
+    except BaseException:
+        if allowed:
+            autograd._saved_tensors_hooks_enable()
+        raise
+
+
 def dynamo_exception() -> type[BaseException]:
     """What the compiler raises; importing it takes a second."""
     from torch._dynamo.exc import TorchDynamoException
@@ -85,3 +100,12 @@ def reaches_this_level(tensor: Tensor) -> bool:
     while functorch.is_functorch_wrapped_tensor(tensor) and functorch.maybe_get_level(tensor) > level:
         tensor = functorch.get_unwrapped(tensor)
     return functorch.maybe_get_level(tensor) == level and tensor.requires_grad
+
+
+def levels(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor as each `torch.func` transform around it sees it: the innermost first, without any last."""
+    functorch: Any = cast(Any, torch._C)._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        yield tensor
+        tensor = functorch.get_unwrapped(tensor)
+    yield tensor

@@ -7,8 +7,8 @@ a missing gradient stands at the place of its parameter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from functional_amp.mode import in_graph
 from functional_amp.registry import register
+from functional_amp.torch_private import torch_pytree
 
 PyTree: TypeAlias = Any
 """Nested dicts, lists, tuples, NamedTuples and registered nodes with tensors or None at the leaves."""
@@ -116,6 +117,68 @@ def flatten_tensors(tree: PyTree, what: str) -> Flat:
                 "Use Embedding(sparse=False), or call .to_dense() on the leaf first."
             )
     return flat
+
+
+def opened(leaves: Sequence[Any], place: Callable[[int], str]) -> tuple[list[Any], list[Any]]:
+    """Leaves, with those among them replaced by their own that are containers which torch's pytree alone knows.
+
+    Args:
+        leaves: of a tree that optree has flattened.
+        place: the path of a leaf, by its index, for the message.
+
+    Returns:
+        The leaves, and what `closed` needs to put them back.
+
+    Raises:
+        TypeError: for a container that neither knows and that holds a tensor: it would be passed by.
+    """
+    found: list[Any] = []
+    specs: list[Any] = []
+    for index, leaf in enumerate(leaves):
+        parts, spec = [leaf], None
+        if not isinstance(leaf, _PLAIN):
+            if type(leaf) in torch_pytree.SUPPORTED_NODES:
+                parts, spec = torch_pytree.tree_flatten(leaf)
+            if any([not isinstance(part, _PLAIN) and _holds_tensor(part) for part in parts]):
+                raise TypeError(
+                    f"{place(index)}: found {type(leaf).__name__}, expected containers that are known as pytrees: the "
+                    "tensors in this one would be passed by. Pass a dict of them, or register the class: "
+                    "functional_amp.register(cls, fields) for a dataclass, torch.utils._pytree.register_pytree_node "
+                    "for any other."
+                )
+        found += parts
+        specs.append(spec)
+    return found, specs
+
+
+def closed(leaves: Iterable[Any], specs: Sequence[Any]) -> list[Any]:
+    """The leaves that `opened` was given, from as many as it gave."""
+    remaining = iter(leaves)
+    return [
+        next(remaining)
+        if spec is None
+        else torch_pytree.tree_unflatten([next(remaining) for _ in range(spec.num_leaves)], spec)
+        for spec in specs
+    ]
+
+
+_PLAIN = (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def _holds_tensor(value: Any, depth: int = 3) -> bool:
+    """Whether there is a tensor in an object that no tree library knows; functions and classes hold none."""
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, (*_PLAIN, type, torch.nn.Module)):
+        return False
+    inside = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (Sequence, Set)):
+        inside += value
+    if is_dataclass(value):
+        inside += [getattr(value, field.name, None) for field in fields(value)]
+    return any([_holds_tensor(part, depth - 1) for part in inside])
 
 
 def described(leaf: Any) -> str:

@@ -1348,3 +1348,49 @@ def test_what_is_followed_is_followed_in_a_graph(fresh_dynamo: None, make: Any):
     module(x).square().mean().backward()
     for name, p in module.named_parameters():
         torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "func": {"backend": "func"},
+    "autograd": {"backend": "autograd"},
+    "donated": {"donate": True},
+    "compiled func": {"backend": "func", "compile": {"backend": "aot_eager"}},
+    "compiled autograd": {"backend": "autograd", "compile": {"backend": "aot_eager"}},
+}
+
+
+@pytest.mark.parametrize("written", ["a buffer", "a nested buffer", "an integer leaf"])
+@pytest.mark.parametrize("way", WAYS)
+def test_W09_loss_function_that_writes_in_place_to_what_it_is_given(fresh_dynamo: None, way: str, written: str):
+    """Own hunt: refused in every variant, and the given state is as it was."""
+
+    def loss_fn(p: Any, x: Tensor, buffers: Any) -> Tensor:
+        leaf = {"a buffer": buffers["c"], "a nested buffer": buffers["deep"][0], "an integer leaf": p["n"]}[written]
+        leaf.add_(1)
+        return (p["w"] * x).sum()
+
+    optimizer = fa.sgd(1.0)
+    params = {"w": torch.ones(2), "n": torch.zeros(2, dtype=torch.int64)}
+    buffers = {"c": torch.zeros(1), "deep": [torch.zeros(3)]}
+    state = fa.init_state(params, optimizer, fa.NoScale(), buffers)
+    leaves = [state.params["n"], state.buffers["c"], state.buffers["deep"][0]]
+    with pytest.raises(Exception) as raised:
+        fa.make_step(loss_fn, optimizer, **WAYS[way])(state, [torch.full((2,), float("inf"))])
+    if not way.startswith("compiled"):
+        assert "write in place" in str(raised.value) and "new tensors" in str(raised.value)
+    assert all(not leaf.any() for leaf in leaves)
+
+
+@pytest.mark.parametrize("way", ["auto", "func", "autograd", "donated"])
+def test_W09_the_remedy__new_buffers_are_followed_and_taken_back_by_a_skip(way: str):
+    def loss_fn(p: Any, x: Tensor, buffers: Any) -> fa.Loss:
+        return fa.Loss((p * x).sum(), buffers={**buffers, "c": buffers["c"] + 1})
+
+    optimizer = fa.sgd(1.0)
+    step = fa.make_step(loss_fn, optimizer, **WAYS[way])
+    state = fa.init_state(torch.ones(2), optimizer, fa.NoScale(), {"c": torch.zeros(1)})
+    state, _ = step(state, [torch.ones(2), torch.ones(2)])
+    assert state.buffers["c"].item() == 2
+    state, _ = step(state, [torch.full((2,), float("inf"))])
+    assert state.buffers["c"].item() == 2 and state.skipped.item() == 1

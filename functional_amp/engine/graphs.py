@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 
-from functional_amp.torch_private import tracing_autograd
+from functional_amp.torch_private import keeping_saved_tensor_hooks, tracing_autograd
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,11 +57,13 @@ def compiled(function: Callable[P, R], options: Compile) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     given = {} if isinstance(options, bool) else {k: v for k, v in options.items() if k != SKIP_GUARDS}
-    graph = torch.compile(entry, **{"fullgraph": True, **given})
+    given = {"fullgraph": True, **given}
+    graph = torch.compile(entry, **given)
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with tracing_autograd():
+        # Where a graph may be left, the backward stays outside, and the loss is compiled as it is without this library.
+        with keeping_saved_tensor_hooks(), tracing_autograd() if given["fullgraph"] else nullcontext():
             return graph(*args, **kwargs)
 
     return wrapped

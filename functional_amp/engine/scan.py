@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_amp.mode import in_graph
+from functional_amp.mode import in_graph, loop_body
 from functional_amp.registry import with_fields
 from functional_amp.torch_private import scan
 from functional_amp.tree import Flat, PyTree, flatten, map_tensors, paths
@@ -45,7 +45,8 @@ def scan_window(accumulate: Accumulate, state: TrainState, micro_batches: PyTree
         return [leaves[place].clone() for place in places], []  # scan takes no output that is an input
 
     start = [window.leaves[place].clone() for place in places]
-    carry, _ = scan(body, start, [flat.leaves[place][1:] for place in batch_places], dim=0)
+    with loop_body():
+        carry, _ = scan(body, start, [flat.leaves[place][1:] for place in batch_places], dim=0)
     return with_window(carry)
 
 

@@ -48,7 +48,7 @@ def adam(
 
     Returns:
         An `Optimizer`. With an lr that is a number its `step` equals
-        `torch.optim.Adam(foreach=False, fused=False)` bit for bit in float32 on a CPU.
+        `torch.optim.Adam(foreach=False, fused=False)` bit for bit in float32 and float64 on a CPU.
 
     Raises:
         TypeError, ValueError: for a hyperparameter outside its domain.
@@ -98,8 +98,9 @@ def _adam(
         t = counted(count).to(scalar_dtype(count.device))
         rate = learning_rate(lr, count)
         rate = like(rate, t).to(t.dtype) if isinstance(rate, Tensor) else rate
-        step_size = materialized(rate / (1 - beta1**t))
-        correction = materialized((1 - beta2**t).sqrt())
+        # As Python rounds them: number / tensor is a reciprocal times the number, and a root is no power of 0.5.
+        step_size = materialized((rate if isinstance(rate, Tensor) else torch.full_like(t, rate)) / (1 - beta1**t))
+        correction = materialized(torch.pow(1 - beta2**t, torch.full_like(t, 0.5)))
         decay = materialized(rate * weight_decay if decoupled else 0.0)
 
         def leaf_rule(param: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> tuple[LeafUpdate, tuple[Tensor, Tensor]]:

@@ -46,7 +46,7 @@ def sgd(
 
     Returns:
         An `Optimizer`. With an lr that is a number its `step` equals
-        `torch.optim.SGD(foreach=False, fused=False)` bit for bit in float32 on a CPU.
+        `torch.optim.SGD(foreach=False, fused=False)` bit for bit in float32 and float64 on a CPU.
 
     Raises:
         TypeError, ValueError: for a hyperparameter outside its domain.

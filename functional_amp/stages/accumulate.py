@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from functional_amp.checks import check_flag, check_number
 from functional_amp.dtypes import is_differentiable, like, widened
 from functional_amp.engine.storage import FRESH
-from functional_amp.mode import stage
+from functional_amp.mode import in_graph, stage
 from functional_amp.registry import with_fields
 from functional_amp.stages.addition import added
-from functional_amp.tree import check_leaf, check_structure, flatten_tensors, paths
+from functional_amp.tree import check_leaf, check_structure, flatten, flatten_tensors, paths
 from functional_amp.values.grads import ScaledGrads, check_scaled, denominator
 
 T = TypeVar("T")
@@ -156,6 +156,38 @@ class Windows(Generic[T]):
 
     def __length_hint__(self) -> int:
         return 0 if self._left is None else len(self)
+
+
+def alike(micro_batches: Iterable[T]) -> Iterable[T]:
+    """The micro-batches of a window, after a look whether they are of one kind; shapes may differ.
+
+    Raises:
+        TypeError: while they are taken, for one of another structure or other dtypes than the first.
+    """
+    if in_graph():  # dynamo follows no generator
+        return micro_batches
+    return _alike(micro_batches)
+
+
+def _alike(micro_batches: Iterable[T]) -> Iterator[T]:
+    first: Any = None
+    for index, micro_batch in enumerate(micro_batches):
+        flat = flatten(micro_batch)
+        first = flat if first is None else first
+        pairs = [(leaf, old) for leaf, old in zip(flat.leaves, first.leaves, strict=False) if _differ(leaf, old)]
+        if pairs or flat.spec != first.spec:
+            found, expected = [leaf.dtype for leaf in pairs[0]] if pairs else (flat.spec, first.spec)
+            raise TypeError(
+                f"micro_batches: found {found} at {index}, expected {expected} as at 0. A batch is no window: for the "
+                "[x, y] of a DataLoader write step(state, [[x, y]]). Where the micro-batches do differ, write "
+                "step.accumulate(state, micro_batch) for each, then step.update(state)."
+            )
+        yield micro_batch
+
+
+def _differ(leaf: Any, other: Any) -> bool:
+    both = isinstance(leaf, Tensor) and isinstance(other, Tensor)
+    return both and leaf.dtype != other.dtype and leaf.dim() + other.dim() > 0  # a 0-dim tensor is as good as a number
 
 
 def windows(loader: Iterable[T], n: int) -> Windows[T]:

@@ -10,12 +10,21 @@ from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
 from functional_amp.engine.loans import lending
-from functional_amp.mode import finite_cotangents, stage
+from functional_amp.engine.random import random_state
+from functional_amp.mode import finite_cotangents, in_graph, stage, zero_stays_zero
 from functional_amp.registry import new
-from functional_amp.stages.differentiate import Backend, check_backend, differentiate, normal
-from functional_amp.tree import Flat, PyTree, flatten, flatten_tensors, paths
+from functional_amp.stages.differentiate import (
+    Backend,
+    check_backend,
+    differentiate,
+    normal,
+    record_loss,
+    recording,
+)
+from functional_amp.torch_private import torch_pytree
+from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
-from functional_amp.values.scaler import Scaler, check_scaler
+from functional_amp.values.scaler import NoScale, Scaler, check_scaler
 
 
 class ScaledBackward(NamedTuple):
@@ -73,13 +82,63 @@ def scale_backward(
     """
     check_backend(backend)
     scaled = ScaledLoss(loss_fn, scaler, params, batch, weight)
-    grads, (value, tensors) = differentiate(scaled, finite_cotangents(scaled.leaves), backend)
+    leaves = finite_cotangents(scaled.leaves)
+    grads, (value, tensors) = differentiate(scaled, leaves, backend)
     loss_weight, aux = scaled.weight_and_aux(tensors)
     for place, grad in enumerate(grads):
         scaled.check_strided(grad, place)
     tree = scaled.tree([weighted(grad, loss_weight) for grad in grads])
     carried = new(ScaledGrads, tree=tree, scale=scaler.scale, weight=weight_tensor(loss_weight, scaler.scale))
+    zero_stays_zero((leaves, scaled.guarded), (carried, value, aux))
     return ScaledBackward(carried, value, aux)
+
+
+def _named(path: str) -> str:
+    """The path of something that a `Loss` hands out."""
+    place, *rest = path.split(".")
+    return ".".join([("weight", "aux", "buffers")[int(place)], *rest])
+
+
+def _look_at_floats(batch: Any) -> None:
+    """Lets the compiler make inputs of Python floats: first met under torch.func, each would be a constant."""
+    for leaf in torch_pytree.tree_leaves(batch):
+        if isinstance(leaf, float):
+            _ = leaf * 1.0
+
+
+@lending
+def unreached_paths(loss_fn: Callable[..., Tensor | Loss], params: PyTree, *batch: Any) -> list[str]:
+    """Lists the parameters that a loss leaves out: their gradients are zero whatever the numbers are.
+
+    For the host, once before training: a head that is never used, a branch behind a detach. It is no error, as
+    frozen and unused parameters are common; a loss that reaches no parameter at all is one in `scale_backward`.
+
+    Args:
+        loss_fn: `loss_fn(params, *batch)` returns a scalar tensor or a `Loss`; it is called once, and torch's
+            generators are put back.
+        params: a pytree of tensors.
+        batch: whatever the loss function takes after the parameters.
+
+    Returns:
+        The paths of the float and complex leaves that the loss does not depend on, in the order of the tree.
+
+    Raises:
+        TypeError, ValueError: as `scale_backward` does.
+        RuntimeError: inside `torch.inference_mode()`, where nothing is recorded.
+
+    >>> import torch
+    >>> unreached_paths(lambda p: p["used"].sum(), {"used": torch.ones(2), "head": {"bias": torch.zeros(2)}})
+    ['head.bias']
+    """
+    scaled = ScaledLoss(loss_fn, NoScale(), params, batch)
+    leaves = recording(scaled.leaves)
+    before = random_state()
+    try:
+        value, _ = record_loss(scaled, leaves)
+        grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
+    finally:
+        before.restore()
+    return [scaled.path(place) for place, grad in enumerate(grads) if grad is None]
 
 
 class ScaledLoss:
@@ -88,6 +147,7 @@ class ScaledLoss:
     Attributes:
         leaves: the float and complex leaves of the parameters.
         loss_fn: the loss function, unscaled.
+        guarded: the batch and the scale, with the guards of outer derivatives.
         may_be_constant: whether the last call said that no parameter is to be reached: by the number 0 as weight.
     """
 
@@ -107,6 +167,8 @@ class ScaledLoss:
                 "Stacked scalers go through torch.vmap together with stacked parameters."
             )
         self.loss_fn, self._params, self._weight = loss_fn, params, weight
+        if in_graph():
+            _look_at_floats(batch)
         self._flat = flatten_tensors(params, "params")
         self._wanted = [index for index, leaf in enumerate(self._flat.leaves) if is_differentiable(leaf)]
         if not self._wanted:
@@ -119,7 +181,7 @@ class ScaledLoss:
                 f"params: found no floating-point leaf to differentiate, only {found or 'an empty tree'}. "
                 "Cast the parameters to float32, or pass the tree that holds them."
             )
-        self._batch, self._scale = finite_cotangents((batch, normal(scaler.scale)))
+        self.guarded = self._batch, self._scale = finite_cotangents((batch, normal(scaler.scale)))
         self._structure: list[Any] = []
         self.may_be_constant = False
         self.leaves = self.select(self._flat.leaves)
@@ -145,28 +207,35 @@ class ScaledLoss:
         # A half-precision loss times the scale would overflow: 65504 is its largest number.
         value = loss.value.to(accumulation_dtype(loss.value.dtype))
         # torch.func hands out tensors alone: the structure and the other leaves go by the object.
-        out = flatten((loss.weight, loss.aux, loss.buffers))
-        is_tensor = [isinstance(leaf, Tensor) for leaf in out.leaves]
+        handed_out = (loss.weight, loss.aux, loss.buffers)
+        out = flatten(handed_out)
+        found, specs = opened(out.leaves, lambda index: f"loss_fn: {_named(paths(handed_out)[index])}")
+        is_tensor = [isinstance(leaf, Tensor) for leaf in found]
         self._structure[:] = [
             out.spec,
+            specs,
             is_tensor,
-            [None if held else leaf for leaf, held in zip(out.leaves, is_tensor, strict=True)],
+            [None if held else leaf for leaf, held in zip(found, is_tensor, strict=True)],
             loss.buffers is not None,
         ]
-        return value * like(self._scale, value), (value, [leaf for leaf in out.leaves if isinstance(leaf, Tensor)])
+        return value * like(self._scale, value), (value, [leaf for leaf in found if isinstance(leaf, Tensor)])
 
     def weight_and_aux(self, tensors: list[Tensor]) -> tuple[float | Tensor, PyTree]:
         """The weight, and the aux of `scale_backward`, after the scaled loss has been called."""
-        spec, is_tensor, leaves, has_buffers = self._structure
+        spec, specs, is_tensor, leaves, has_buffers = self._structure
         remaining = iter(tensors)
         leaves = [next(remaining) if held else leaf for leaf, held in zip(leaves, is_tensor, strict=True)]
-        weight, aux, buffers = cast(tuple[Any, Any, Any], Flat([], spec).unflatten(leaves))
+        weight, aux, buffers = cast(tuple[Any, Any, Any], Flat([], spec).unflatten(closed(leaves, specs)))
         return weight, (aux, buffers) if has_buffers else aux
+
+    def path(self, place: int) -> str:
+        """The path of the differentiated leaf at a place."""
+        return paths(self._params)[self._wanted[place]]
 
     def check_strided(self, grad: Tensor, place: int) -> None:
         """Raises TypeError for a sparse gradient of the leaf at a place."""
         if grad.layout != torch.strided:
             raise TypeError(
-                f"loss_fn: found a sparse gradient ({grad.layout}) at {paths(self._params)[self._wanted[place]]!r}, "
+                f"loss_fn: found a sparse gradient ({grad.layout}) at {self.path(place)!r}, "
                 "expected a strided one. Use Embedding(sparse=False), or call .to_dense() in the loss function."
             )

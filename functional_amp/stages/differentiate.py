@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from functional_amp.engine.graphs import Compile
 from functional_amp.engine.random import random_state
 from functional_amp.mode import engine_records, in_graph, mode
 from functional_amp.torch_private import reaches_this_level
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Backend: TypeAlias = Literal["auto", "func", "autograd"]
 
@@ -21,10 +26,12 @@ LIMITS = {
     "saved tensor hooks": "activation checkpointing, or another user of saved-tensor hooks",
     "expected scalar type": "attention with dropout under autocast on a CPU",
     "Cannot access data pointer of Tensor that doesn't have storage": "a kernel that asks for addresses, such as "
-    "those of packed sequences",
+    "those of packed sequences, or numpy",
+    "Cannot access storage of TensorWrapper": "something that asks for the storage, such as pickle or deepcopy",
+    "NestedTensorImpl doesn't support": "nested tensors",
     "backward() called inside a functorch transform": "a backward inside the loss",
-    "requires_grad_() inside of a function being transformed": "requires_grad_() inside the loss",
     "You are attempting to call Tensor.requires_grad_()": "requires_grad_() inside the loss",
+    "You are attempting to call Tensor.retain_grad()": "retain_grad() inside the loss",
     "does not have a vjp": "an operator without a derivative under torch.func",
 }
 """What torch.func can't differentiate: a part of the message it raises, and what that comes from."""
@@ -37,6 +44,44 @@ def check_backend(backend: Any) -> None:
     """Raises ValueError for an unknown backend."""
     if not isinstance(backend, str) or backend not in ("auto", "func", "autograd"):
         raise ValueError(f"backend: found {backend!r}, expected 'auto', 'func' or 'autograd'.")
+
+
+def backend_in_graphs(backend: Backend, compile: Compile) -> Backend:
+    """The backend of a step, by its options: where a loss may leave the graph, "auto" is the engine.
+
+    Raises:
+        ValueError: for "func" where it may.
+    """
+    if not isinstance(compile, Mapping) or compile.get("fullgraph", True):
+        return backend
+    if backend == "func":
+        raise ValueError(
+            "backend: found 'func' with compile={'fullgraph': False}, expected 'auto' or 'autograd': no graph can be "
+            "left in the middle of torch.func.grad. Use backend='autograd', which gives the same values."
+        )
+    return "autograd"
+
+
+def naming_limits(function: Callable[P, R], compile: Compile) -> Callable[P, R]:
+    """A part of a compiled step, which says what to do where the compiler meets a limit of torch.func."""
+    if compile is False:
+        return function
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            cause = limit_of(error)
+            if cause is None or in_graph():
+                raise
+            raise RuntimeError(
+                f"{error}\n\nThe loss uses {cause}, which does not work in one graph under torch.func. "
+                "Use compile={'fullgraph': False}, which lets the loss leave the graph, and the autograd engine "
+                "differentiate it: the same values."
+            ) from error
+
+    return wrapped
 
 
 def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> tuple[list[Tensor], Any]:
@@ -65,14 +110,19 @@ def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> t
 def known_limit(loss_fn: Any) -> bool:
     """Whether "auto" has found that a loss function needs the engine; never under a transform."""
     try:
-        return loss_fn in _by_engine and mode() != "transform"
+        return _given(loss_fn) in _by_engine and mode() != "transform"
     except TypeError:  # a callable that can not be hashed is tried each time
         return False
 
 
+def _given(loss_fn: Any) -> Any:
+    """The user's function: each step wraps it in one of its own."""
+    return getattr(loss_fn, "given", loss_fn)
+
+
 def _remember_limit(loss_fn: Any, cause: str) -> None:
     try:
-        _by_engine.add(loss_fn)
+        _by_engine.add(_given(loss_fn))
     except TypeError:
         pass
     warnings.warn(

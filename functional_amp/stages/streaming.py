@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
         out = HandedOut(loss.aux, kept, loss.reduction, not is_one(loss.weight))
         return with_fields(loss, aux=out, buffers=None)
 
+    cast(Any, loss_of).given = loss_fn
     return loss_of
 
 
@@ -148,6 +149,7 @@ def _streamed(
             hook.remove()
         for leaf in leaves:
             leaf.grad = None
+            leaf._backward_hooks = None  # those that the loss registered: the next one brings its own
     check_reached(scaled_loss, any(reached))
     if total is not None and all([engine or got for engine, got in zip(by_engine, reached, strict=True)]):
         lease.own(sums)

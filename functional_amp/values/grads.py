@@ -180,7 +180,8 @@ def weight_tensor(weight: float | Tensor, scale: Tensor) -> Tensor:
     check_weight(weight)
     if isinstance(weight, Tensor):
         return weight.to(scale.device, torch.float32)
-    return torch.full_like(scale, float(weight))
+    # Not full_like: a compiler makes a constant of the number there, and a graph for each.
+    return torch.ones_like(scale, dtype=torch.float32) * float(weight)
 
 
 def check_scaled(grads: Any, what: str) -> None:
