@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 FLOAT32_TINY = torch.finfo(torch.float32).tiny
-INT32_MAX = torch.iinfo(torch.int32).max
 
 _ACCUMULATION = {
     torch.float64: torch.float64,
@@ -54,12 +54,16 @@ def norm_dtype(leaves: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+def is_finite(scalar: Tensor) -> Tensor:
+    """`torch.isfinite` of a 0-dim tensor, in half the operators."""
+    return scalar.abs() < math.inf
+
+
 def like(scalar: Tensor, leaf: Tensor) -> Tensor:
     """A 0-dim tensor on the device of a leaf (parameters may live on several)."""
     return scalar.to(leaf.device)
 
 
-def counted(count: Tensor, flag: Tensor | None = None) -> Tensor:
-    """An int32 counter, one further where the flag holds (None: always); it stays at the end of int32."""
-    free = count < INT32_MAX
-    return count + (free if flag is None else free & flag)
+def counted(count: Tensor, flag: Tensor | int = 1) -> Tensor:
+    """An int32 counter, one further where the flag holds; it stays at the end of int32, where a sum wraps around."""
+    return torch.maximum(count, count + flag)

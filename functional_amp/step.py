@@ -24,7 +24,7 @@ from functional_amp.registry import with_fields
 from functional_amp.selection import select
 from functional_amp.stages.aux import aux_mean, aux_sum
 from functional_amp.stages.clip import check_clip, clip
-from functional_amp.stages.differentiate import Backend, check_backend
+from functional_amp.stages.differentiate import Backend, check_backend, known_limit
 from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
 from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
@@ -163,6 +163,11 @@ class Step:
             ValueError: for leaves that are not tensors of one first size, naming them; for an empty window.
         """
         return self._runs.scan(state, micro_batches)
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether backend="auto" has found that torch.func can't differentiate the loss."""
+        return known_limit(self._loss)
 
     def _accumulated(self, state: TrainState, micro_batch: Any, storage: Storage = FRESH) -> TrainState:
         """The body of `accumulate`: scale_backward, then accumulate."""

@@ -222,6 +222,7 @@ def test_no_optimizer_reads_a_tensor_in_eager_mode(optimizer: str):
     problem, chosen = mlp(), OPTIMIZERS[optimizer]()
     step, state = fa.make_step(problem.loss_fn, chosen, max_norm=1.0), fa.init_state(problem.params, chosen)
     window = [problem.batch(0), problem.batch(1)]
+    step(state, window)  # the first call of a module is rehearsed, and what it writes to is compared on the host
     with HostReads() as reads:
         step(state, window)
     assert not reads.found

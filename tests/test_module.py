@@ -171,9 +171,9 @@ def test_apply_gives_the_output_of_the_module(name: str):
     make, inputs = MODULES[name]
     module, x = built(make), inputs()
     before = snapshot(module)
-    apply, params, _ = fa.from_module(module)
+    apply, params, buffers = fa.from_module(module)
     with fa.seeded(1):
-        found = apply(params, x)
+        found = apply.bind(buffers)(params, x)
     assert_unchanged(module, before)
     with fa.seeded(1):
         expected = module(x)
@@ -186,7 +186,8 @@ def test_the_gradients_are_those_of_imperative_autograd(name: str, backend: Any)
     make, inputs = MODULES[name]
     module, x = built(make), inputs()
     before = snapshot(module)
-    apply, params, _ = fa.from_module(module)
+    apply, params, buffers = fa.from_module(module)
+    apply = apply.bind(buffers)
     weights = torch.randn(module(x).shape, generator=torch.Generator().manual_seed(2))
     with fa.seeded(1):
         grads = fa.scale_backward(
@@ -371,7 +372,7 @@ def test_the_form_without_buffers_refuses_every_norm_that_writes_statistics(make
     assert any(not torch.equal(after[name], buffers[name]) for name in buffers)
     with pytest.raises(RuntimeError, match=r"with_buffers"):
         apply(params, x)
-    apply.eval()(params, x)
+    apply.eval().bind(buffers)(params, x)
 
 
 @pytest.mark.parametrize(("make", "x"), [(ConvNet, images()), (_without_a_count, rows()), (Averaging, rows())])
@@ -386,7 +387,7 @@ def test_the_form_without_buffers_refuses_under_compile_as_well(
 def test_eval_mode_reads_the_statistics_and_writes_none(fresh_dynamo: None):
     problem = conv_net()
     x = problem.batch(0)["x"]
-    apply = problem.apply.eval()
+    apply = problem.apply.eval().bind(problem.buffers)
     out = apply(problem.params, x)
     assert torch.equal(out, copy.deepcopy(problem.module).eval()(x))
     assert torch.equal(torch.compile(apply, fullgraph=True, backend="eager")(problem.params, x), out)
@@ -514,7 +515,10 @@ def test_apply_can_be_copied_and_pickled(copier: Callable[[Any], Any]):
     expected = problem.apply.with_buffers(problem.params, problem.buffers, images())
     assert torch.equal(found[0], expected[0])
     assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
-    assert torch.equal(copied.eval()(problem.params, images()), problem.apply.eval()(problem.params, images()))
+    found, expected = (
+        apply.eval().bind(problem.buffers)(problem.params, images()) for apply in (copied, problem.apply)
+    )
+    assert torch.equal(found, expected)
 
 
 def test_params_and_buffers_can_be_saved_like_a_state_dict():

@@ -177,8 +177,8 @@ def test_the_library_draws_no_random_numbers_itself(name: str, backend: Any):
 def test_from_module_draws_no_random_numbers():
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
     before = torch.get_rng_state()
-    apply, params, _ = fa.from_module(module)
-    apply.eval()(params, torch.ones(2, 3))
+    apply, params, buffers = fa.from_module(module)
+    apply.eval().bind(buffers)(params, torch.ones(2, 3))
     assert torch.equal(torch.get_rng_state(), before)
 
 

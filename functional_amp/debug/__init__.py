@@ -1,5 +1,8 @@
 """Looking at a run from the host: why it skips, where its numbers die, and what to do about it."""
 
+from functional_amp.debug.explain import explain as explain
+from functional_amp.debug.explain_range import Range as Range
+from functional_amp.debug.explain_table import Explanation as Explanation
 from functional_amp.debug.flags import nonfinite_leaves as nonfinite_leaves
 from functional_amp.debug.health import Finding as Finding
 from functional_amp.debug.health import check_health as check_health

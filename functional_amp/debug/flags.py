@@ -8,6 +8,7 @@ from torch import Tensor
 from functional_amp.dtypes import is_differentiable, like
 from functional_amp.engine.norm import max_abs
 from functional_amp.engine.sharded import is_sharded
+from functional_amp.torch_private import foreach_norm
 from functional_amp.tree import flatten_tensors
 from functional_amp.values.grads import ScaledGrads
 
@@ -54,7 +55,7 @@ def _bounds(leaves: list[Tensor | None]) -> list[tuple[Tensor, Tensor] | None]:
     present = [leaf for leaf in leaves if leaf is not None]
     if present and _take_foreach(present):
         # A few kernels for all leaves. A double holds the sum of the squares of any float32 numbers.
-        norms = iter(torch._foreach_norm(present, 2, dtype=torch.float64))
+        norms = iter(foreach_norm(present, torch.float64))
         return [None if leaf is None else (norm := next(norms), norm) for leaf in leaves]
     return [None if leaf is None else _bounds_of(leaf) for leaf in leaves]
 

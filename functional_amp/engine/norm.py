@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_amp.dtypes import accumulation_dtype, like, norm_dtype, scalar_dtype
+from functional_amp.dtypes import accumulation_dtype, is_finite, like, norm_dtype, scalar_dtype
 from functional_amp.engine.operators import implement
 from functional_amp.engine.sharded import is_sharded, of_each_part, whole
 from functional_amp.mode import in_graph, transformed
@@ -88,7 +88,7 @@ def _in_one_read(leaves: list[Tensor]) -> Norm:
         norm = torch.ops.functional_amp.norm(leaves)
     else:
         norm = _in_float64(leaves)
-    return Norm(norm, 1.0, norm.abs() < math.inf, one_read=True)
+    return Norm(norm, 1.0, is_finite(norm), one_read=True)
 
 
 def _in_float64(leaves: list[Tensor]) -> Tensor:
@@ -132,7 +132,7 @@ implement("norm", _in_float64, "CUDA")
 def _in_units(leaves: Sequence[Tensor], norm_type: float) -> Norm:
     """Any norm in two reads: the largest element gives the unit of the sum."""
     peak = max_abs(leaves)
-    finite = torch.isfinite(peak)
+    finite = is_finite(peak)
     if not leaves:
         return Norm(peak, torch.ones_like(peak), finite)
     unit = _unit(torch.where(finite, peak, 1), norm_type)

@@ -14,7 +14,7 @@ from functional_amp.mode import mode, one_unless, stage
 from functional_amp.optim.base import Optimizer, matched, members, step_with
 from functional_amp.selection import select
 from functional_amp.tree import PyTree, map_tensors
-from functional_amp.values.grads import ScaledGrads, denominator, is_valid_divisor
+from functional_amp.values.grads import ScaledGrads, is_valid_divisor
 
 
 class Stepped(NamedTuple):
@@ -64,8 +64,8 @@ def maybe_step(
     check_flag(finite)
     divisor = None
     if isinstance(grads, ScaledGrads):
-        divisor = denominator(grads)
-        finite = like(finite, divisor) & is_valid_divisor(divisor) & (grads.weight > 0)
+        divisor = grads.scale * grads.weight  # 0 without weight, and then not applied
+        finite = like(finite, divisor) & is_valid_divisor(divisor)
         grads = grads.tree
     return Stepped(*transact(optimizer, grads, opt_state, params, divisor, finite, storage))
 

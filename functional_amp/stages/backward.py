@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
+from functional_amp.engine.loans import lending
 from functional_amp.mode import finite_cotangents, stage
 from functional_amp.registry import new
 from functional_amp.stages.differentiate import Backend, check_backend, differentiate, normal
@@ -26,6 +27,7 @@ class ScaledBackward(NamedTuple):
 
 
 @stage
+@lending
 def scale_backward(
     loss_fn: Callable[..., Tensor | Loss],
     scaler: Scaler,

@@ -127,7 +127,7 @@ def _coefficient(norm: Norm, value: Tensor, max_norm: float, eps: float) -> Tens
     """What the gradients are multiplied by: exactly 1 where they are to stay as they are."""
     over = norm.finite & (value > max_norm)
     # The divisor of the branch not taken is 1: no 0 / 0 reaches an outer derivative.
-    divisor = torch.where(over, norm.mantissa + eps / norm.unit, 1)
+    divisor = torch.where(over, norm.mantissa + eps / norm.unit if eps else norm.mantissa, 1)
     return torch.where(over, max_norm / norm.unit / divisor, 1)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, widened
 from functional_amp.engine.lease import Lease
+from functional_amp.engine.loans import lending
 from functional_amp.engine.storage import Storage
 from functional_amp.mode import mode, stage
 from functional_amp.registry import new, with_fields
@@ -86,6 +87,7 @@ def accumulate_backward(
 
 
 @stage
+@lending
 def _streamed(
     total: ScaledGrads | None,
     loss_fn: Callable[..., Tensor | Loss],

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_amp.dtypes import divided, is_differentiable, like, norm_dtype
+from functional_amp.dtypes import divided, is_differentiable, is_finite, like, norm_dtype
 from functional_amp.engine.norm import max_abs
 from functional_amp.mode import stage, stop_gradient_where
 from functional_amp.tree import PyTree, flatten_tensors
@@ -46,10 +46,10 @@ def all_finite(grads: ScaledGrads | PyTree, *, norm: Tensor | None = None) -> Te
     """
     if not isinstance(grads, ScaledGrads):
         check_plain(grads, "grads")
-        return torch.isfinite(max_abs(gradient_leaves(grads)) if norm is None else norm)
+        return is_finite(max_abs(gradient_leaves(grads)) if norm is None else norm)
     divisor = denominator(grads)
     if norm is not None and norm.dtype != torch.float64:  # a float64 norm can hide a float32 leaf that overflows
-        return like(torch.isfinite(norm), divisor) & is_valid_divisor(divisor)
+        return like(is_finite(norm), divisor) & is_valid_divisor(divisor)
     return _finite(gradient_leaves(grads.tree), divisor)
 
 
@@ -92,7 +92,7 @@ def _finite(leaves: Sequence[Tensor], divisor: Tensor) -> Tensor:
     for wide in (False, True):
         group = [leaf for leaf in leaves if (norm_dtype([leaf]) == torch.float64) is wide]
         if group:
-            finite = finite & torch.isfinite(like(max_abs(group), divisor) / divisor)
+            finite = finite & is_finite(like(max_abs(group), divisor) / divisor)
     return finite
 
 

@@ -1,0 +1,242 @@
+"""A window run again: with instruments, or plainly at another scale."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_amp.debug import torch_private
+from functional_amp.debug.blame import Origin
+from functional_amp.debug.explain_range import is_finite
+from functional_amp.debug.locate import Locator
+from functional_amp.debug.nonfinite import nonfinite_paths
+from functional_amp.debug.provenance import Provenance
+from functional_amp.debug.provenance_call import random_state_kept
+from functional_amp.engine.random import seeded
+from functional_amp.optim import Optimizer
+from functional_amp.precision import cast_floating
+from functional_amp.registry import with_fields
+from functional_amp.stages.accumulate import accumulate
+from functional_amp.stages.backward import scale_backward
+from functional_amp.stages.clip import global_norm
+from functional_amp.stages.unscale import unscale
+from functional_amp.step import Step, make_step
+from functional_amp.tree import PyTree, flatten, map_tensors, paths
+from functional_amp.values.grads import Loss, ScaledGrads, denominator
+from functional_amp.values.scaler import StaticScale
+from functional_amp.values.state import TrainState
+
+LOWEST = -24
+"""log2 of the scale at which a gradient that still isn't finite is no matter of the scale."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What makes a window's gradients: the options of a step that have a say in whether they are finite."""
+
+    loss_fn: Callable[..., Tensor | Loss]
+    backend: Any
+    compute_dtype: torch.dtype | None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    clip_eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What an instrumented window gave.
+
+    Attributes:
+        stage: where it stopped being finite; "" where it did not.
+        micro_batch: the one that did, None for a stage after all of them.
+        leaves: the gradients that are not finite.
+        origins: what their bad elements, and the loss's, came from.
+        loss: of that micro-batch, or of the last.
+        counts: whether that loss has a weight other than 0.
+        provenance: the record.
+    """
+
+    stage: str
+    micro_batch: int | None
+    leaves: tuple[str, ...]
+    origins: tuple[Origin, ...]
+    loss: float
+    counts: bool
+    provenance: Provenance
+
+
+def options_of(loss_fn: Any, backend: Any, compute_dtype: torch.dtype | None) -> Options:
+    """The options of a step, or those given beside a loss function."""
+    if not isinstance(loss_fn, Step):
+        return Options(loss_fn, backend, compute_dtype)
+    step = loss_fn
+    backend = step.backend
+    if step.donate:  # it takes its gradients from the engine
+        backend = "autograd"
+    elif backend == "auto":
+        backend = "autograd" if step.needs_engine else "func"
+    return Options(step.loss_fn, backend, step.compute_dtype, step.max_norm, step.norm_type, step.clip_eps)
+
+
+@contextmanager
+def drawing(seed: int | None) -> Iterator[None]:
+    """Eager mode, and the random numbers of the seed or of now; the generators are left as they were."""
+    # A module of the user's may be compiled; where dynamo was never imported, none is.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with eager, random_state_kept() if seed is None else seeded(seed):
+        yield
+
+
+def is_finite_at(options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float) -> bool:
+    """Whether a plain step at this scale would be applied, as `make_step` itself says."""
+    step = make_step(
+        options.loss_fn,
+        _STILL,
+        max_norm=options.max_norm,
+        norm_type=options.norm_type,
+        clip_eps=options.clip_eps,
+        backend=options.backend,
+        compute_dtype=options.compute_dtype,
+    )
+    state = with_fields(state, scaler=_static(scale, state), opt_state=(), window=None)
+    with drawing(seed):
+        _, metrics = step(state, window)
+    return bool(metrics.finite)
+
+
+def largest_good_scale(
+    options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float
+) -> float | None:
+    """The largest power of two at which the window is finite and at twice which it is not.
+
+    Returns:
+        None where the window is not finite at 2**-24 either.
+    """
+
+    def good(exponent: int) -> bool:
+        return is_finite_at(options, state, window, seed, 2.0**exponent)
+
+    if not good(LOWEST):
+        return None
+    low, high = LOWEST, max(math.ceil(math.log2(scale)), LOWEST + 1)
+    while high <= 127 and good(high):  # of a scale that is no power of two, the next one was not tried yet
+        low, high = high, high + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return 2.0**low
+
+
+def instrumented(options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float) -> Replay:
+    """Runs the window's stages under a record, up to the first value that is not finite."""
+    named = [*_named("params", state.params), *_named("buffers", state.buffers)]
+    named += [pair for micro_batch in window for pair in _named("batch", micro_batch)]
+    locator = Locator(instrumented.__code__)
+    record = Provenance(locator, named)
+    loss, counts = torch.nan, True
+    with drawing(seed), locator:
+        for check in _checks(options, state, window, _static(scale, state), record):
+            if check.loss is not None:
+                loss, counts = float(check.loss), check.counts
+            leaves = [leaf for leaf in flatten(check.grads).leaves if leaf is not None]
+            bad = [tensor for tensor in (*leaves, *check.values) if not is_finite(tensor)]
+            if bad:
+                origins = tuple(origin for tensor in bad for origin in record.origins(tensor))
+                names = tuple(nonfinite_paths(check.grads))
+                return Replay(check.stage, check.micro_batch, names, origins, loss, counts, record)
+    return Replay("", None, (), (), loss, counts, record)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """What one stage gave, to be looked at.
+
+    Attributes:
+        stage, micro_batch: as in `Replay`.
+        grads: a tree of gradients.
+        values: other tensors that must be finite.
+        loss: of a micro-batch, where the stage has one.
+        counts: whether that loss has a weight other than 0.
+    """
+
+    stage: str
+    micro_batch: int | None
+    grads: PyTree
+    values: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+    counts: bool = True
+
+
+def _checks(
+    options: Options, state: TrainState, window: Sequence[Any], scaler: StaticScale, record: Provenance
+) -> Iterator[_Check]:
+    """The stages of the step, one after the other, under the record."""
+    params, buffers, total = state.params, state.buffers, None
+    if options.compute_dtype is not None:
+        with record:
+            params = cast_floating(params, options.compute_dtype)
+    for index, micro_batch in enumerate(window):
+        record.micro_batch = index
+        with record:
+            grads, loss, buffers = _backward(options, scaler, params, micro_batch, buffers, record)
+        counts = bool(grads.weight != 0)  # a loss without weight counts as little as its gradient
+        yield _Check("backward", index, grads.tree, (loss,) if counts else (), loss, counts)
+        record.phase = "accumulate"
+        with record:
+            total = accumulate(total, grads)
+        yield _Check("accumulate", index, total.tree)
+    assert total is not None  # a window has at least one micro-batch
+    record.phase = "unscale"
+    with record:
+        divisor, (unscaled, _) = denominator(total), unscale(total)
+    yield _Check("unscale", None, unscaled, (divisor,))
+    record.phase = "norm"
+    with record:
+        norm = global_norm(total, options.norm_type)
+    yield _Check("norm", None, None, (norm,))
+
+
+def _backward(
+    options: Options, scaler: StaticScale, params: PyTree, micro_batch: Any, buffers: PyTree, record: Provenance
+) -> tuple[ScaledGrads, Tensor, PyTree]:
+    """One micro-batch, as the step runs it, and the buffers for the next."""
+    gave_buffers = False
+
+    def loss_fn(*args: Any) -> Any:
+        nonlocal gave_buffers
+        record.phase = "forward"
+        try:
+            loss = options.loss_fn(*args)
+        finally:
+            record.phase = "backward"
+        gave_buffers = isinstance(loss, Loss) and loss.buffers is not None
+        return loss
+
+    batch = (micro_batch,) if buffers is None else (micro_batch, buffers)
+    grads, loss, aux = scale_backward(loss_fn, scaler, params, *batch, backend=options.backend)
+    return grads, loss, aux[1] if gave_buffers else buffers
+
+
+def _still(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    return map_tensors(torch.zeros_like, params), opt_state
+
+
+_STILL = Optimizer(lambda params: (), _still)
+
+
+def _static(scale: float, state: TrainState) -> StaticScale:
+    device = next((leaf.device for leaf in flatten(state.params).leaves if leaf is not None), None)
+    return StaticScale(torch.tensor(scale, dtype=torch.float32, device=device))
+
+
+def _named(name: str, tree: PyTree) -> Iterator[tuple[str, Tensor]]:
+    for path, leaf in zip(paths(tree), flatten(tree).leaves, strict=True):
+        if isinstance(leaf, Tensor) and torch_private.has_memory(leaf):
+            yield (name if path == "<root>" else f"{name}.{path}"), leaf

@@ -1,0 +1,281 @@
+"""From an `nn.Module` to a pure function with its parameters and buffers, and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, own_copy
+from functional_amp.module.lender import Lender
+from functional_amp.module.templates import Tensors, registered
+from functional_amp.module.traced import traced_call
+
+
+class FromModule(NamedTuple):
+    """The forward as a function, the trainable parameters, and everything else the forward reads."""
+
+    apply: Apply
+    params: Tensors
+    buffers: Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Apply:
+    """The forward of a module as a pure function of its tensors.
+
+        output          = apply(params, *args)                          # fixed buffers
+        output, buffers = apply.with_buffers(params, buffers, *args)    # new ones are returned
+
+    `apply.train()` and `apply.eval()` are the same function in the other mode, `apply.bind(buffers)` is
+    the one with other fixed buffers, `apply.method("decode")` calls another method.
+
+    The first call is a rehearsal on copies: a forward that writes to parameters, or keeps something that
+    the next call would read, is refused before anything of the caller's has been touched. Later calls compare
+    version counters and attributes. docs/followed.md lists what is followed and what is refused.
+    """
+
+    template: nn.Module
+    """A private copy on the meta device: the structure without the numbers."""
+    trainable: frozenset[str]
+    """The names of the parameters."""
+    buffers: Tensors
+    frozen: frozenset[str]
+    """The names among `buffers` that are parameters with requires_grad=False."""
+    lender: Lender
+    modes: dict[bool, Lender]
+    """The lenders of the train and of the eval mode, once they have been asked for."""
+    name: str = ""
+    """The method that is called; the module itself where it is empty."""
+    bound: bool = False
+
+    def __call__(self, params: Tensors, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward with fixed buffers: those that were bound, or those that the module had.
+
+        Raises:
+            RuntimeError: if the forward wrote to a buffer (BatchNorm in train mode does), or reads running
+                statistics that are not bound; see also `Apply`.
+            ValueError: if names are missing among `params` or too many.
+            TypeError: for a value that is no tensor.
+        """
+        if not (self.bound or self.lender.writes_statistics or self.lender.written):
+            self._check_statistics()
+        output, _, written = self._run(params, self.buffers, args, kwargs)
+        written |= self.lender.written
+        if torch.compiler.is_compiling() and self.lender.writes_statistics:  # no version counters in a graph
+            written |= self.lender.statistics
+        if written := [name for name in self.buffers if name in written]:
+            raise RuntimeError(
+                f"apply: found that the module wrote to its buffers {written}, expected fixed ones: this form does "
+                "not return them. Use output, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()."
+            )
+        return output
+
+    def with_buffers(self, params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
+        """Runs the forward with the given buffers, which are not changed.
+
+        Returns:
+            The output, and the buffers after it under the same names.
+
+        Raises:
+            ValueError: if names are missing among `params` or `buffers`, or too many.
+        """
+        _check_names(buffers, set(self.buffers), "buffers")
+        return self._run(params, buffers, args, kwargs)[:2]
+
+    def train(self, mode: bool = True) -> Apply:
+        """The same function in train mode (dropout on, BatchNorm on batch statistics)."""
+        if mode not in self.modes:
+            master = copy.deepcopy(self.template).train(mode)
+            self.modes[mode] = Lender(master, self.lender.origin, self.lender.scratch, self.lender.moved)
+        lender = self.modes[mode]
+        return dataclasses.replace(self, template=lender.master, lender=lender)
+
+    def eval(self) -> Apply:
+        """The same function in eval mode."""
+        return self.train(False)
+
+    def bind(self, buffers: Tensors) -> Apply:
+        """The function with other fixed buffers, which are copied: those of a trained state, for evaluation.
+
+        Raises:
+            ValueError: if names are missing among `buffers` or too many.
+
+        >>> import torch
+        >>> apply, params, buffers = from_module(torch.nn.BatchNorm1d(1))
+        >>> _, trained = apply.with_buffers(params, buffers, torch.tensor([[1.0], [3.0]]))
+        >>> apply.eval().bind(trained)(params, torch.tensor([[0.2]])).abs() < 1e-6
+        tensor([[True]])
+        """
+        _check_names(buffers, set(self.buffers), "buffers")
+        copies = {name: buffers[name].detach().clone() for name in self.buffers}
+        return dataclasses.replace(self, buffers=copies, bound=True)
+
+    def method(self, name: str) -> Apply:
+        """The function that calls another method of the module, `decode` of an autoencoder say.
+
+        Raises:
+            AttributeError: if the module has no such method.
+        """
+        if not callable(getattr(self.template, name, None)):
+            raise AttributeError(
+                f"apply.method: found no method {name!r} of {type(self.template).__name__}, expected one of its class. "
+                "Give the name of a method, as a string."
+            )
+        return dataclasses.replace(self, name=name)
+
+    def state_dict(self, params: Tensors, buffers: Tensors | None = None) -> dict[str, Any]:
+        """What `module.load_state_dict` takes, with the given tensors: tied weights at each of their names.
+
+        Args:
+            params: the parameters by name.
+            buffers: the buffers by name; None for those of the module, or those bound.
+
+        >>> import torch
+        >>> module = torch.nn.Linear(1, 1)
+        >>> apply, params, buffers = from_module(module)
+        >>> module.load_state_dict(apply.state_dict(params, buffers))
+        <All keys matched successfully>
+        """
+        buffers = self.buffers if buffers is None else buffers
+        _check_names(params, self.trainable, "params")
+        _check_names(buffers, set(self.buffers), "buffers")
+        return self.lender.state_dict({**params, **buffers})
+
+    def _check_statistics(self) -> None:
+        """Raises where fixed buffers would be running statistics that training has moved, or may have."""
+        names = [name for name in self.buffers if name in self.lender.statistics or name in self.lender.moved]
+        if names:
+            raise RuntimeError(
+                f"apply: found running statistics {names} as they were in the module, expected to be told which: "
+                "training moves them. Use apply.bind(buffers)(params, ...) with the buffers of the state, or those "
+                "that from_module gave; or apply.with_buffers(params, buffers, ...)."
+            )
+
+    def _run(self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors, set[str]]:
+        _check_names(params, self.trainable, "params")
+        if not torch.compiler.is_compiling():
+            return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs)
+        fixed = [name for name in self.frozen if name not in self.lender.written]
+        copies = {name: b.clone() for name, b in buffers.items() if name not in fixed}
+        given = {**params, **{name: buffers[name] for name in fixed}}
+        output, after = traced_call(self.lender, given, copies, self.name, args, kwargs)
+        written = {name for name in copies if after[name] is not copies[name]}
+        return output, {name: buffers[name] if name in fixed else after[name] for name in buffers}, written
+
+
+def from_module(module: nn.Module, *, scratch: Iterable[str] = ()) -> FromModule:
+    """Takes a module apart into a pure function and its tensors. The module is never changed.
+
+    Args:
+        module: any `nn.Module`, in the mode (train or eval) that the function is to have. Lazy modules
+            must have seen an input.
+        scratch: the names of attributes that the forward writes for others to read (`self.aux = ...`); they
+            are put back after each call. Those that are written before they are read are found by themselves.
+
+    Returns:
+        apply: the forward; see `Apply`.
+        params: the trainable parameters by name, detached copies; tied weights are one leaf.
+        buffers: the buffers by name, and the frozen parameters (`requires_grad=False`): what is not
+            differentiated, not in the norm and not decayed.
+
+    Raises:
+        TypeError: for anything that is no module, a lazy module without shapes, a wrapper of a module, and
+            what a copy can't follow: see docs/followed.md.
+
+    >>> import torch
+    >>> apply, params, buffers = from_module(torch.nn.Linear(2, 1))
+    >>> sorted(params), apply(params, torch.ones(3, 2)).shape
+    (['bias', 'weight'], torch.Size([3, 1]))
+    """
+    check_module(module)
+    check_kinds(module)
+    if isinstance(scratch, str):
+        raise TypeError(f"scratch: found the string {scratch!r}, expected several names. Write ({scratch!r},).")
+    tensors: dict[str, Tensor] = {}
+    for place, tensor in registered(module):
+        check_tensor(place, tensor)
+        if not any(tensor is other for other in tensors.values()):
+            tensors[place] = tensor
+    check_memory(tensors)
+    trainable = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    others = {name: t.detach().clone() for name, t in tensors.items() if name not in trainable}
+    frozen = frozenset(name for name in others if isinstance(tensors[name], nn.Parameter))
+    origin = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+    lender = Lender(own_copy(module), origin, scratch, set())
+    apply = Apply(lender.master, frozenset(trainable), dict(others), frozen, lender, {})
+    return FromModule(apply, {name: t.detach().clone() for name, t in trainable.items()}, others)
+
+
+def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None) -> None:
+    """Copies trained values into a module, in place: the way back from `from_module`.
+
+    Args:
+        module: the module that `from_module` was given, or one built alike.
+        params: the parameters by name.
+        buffers: the buffers by name, or None to leave the module's as they are.
+
+    Raises:
+        TypeError, ValueError: if names, shapes or kinds of number do not fit; nothing has been written then.
+
+    >>> import torch
+    >>> module = torch.nn.Linear(1, 1)
+    >>> apply, params, buffers = from_module(module)
+    >>> to_module(module, {"weight": torch.full((1, 1), 3.0), "bias": torch.zeros(1)})
+    >>> module.weight.item()
+    3.0
+    """
+    check_module(module)
+    tensors: Tensors = {}
+    names: set[int] = set()
+    for place, tensor in registered(module):
+        if id(tensor) not in names:
+            names.add(id(tensor))
+            tensors[place] = tensor
+    trainable = {name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    _check_names(params, trainable, "params")
+    if buffers is not None:
+        _check_names(buffers, set(tensors) - trainable, "buffers")
+    values = {**params, **(buffers or {})}
+    for name, value in values.items():
+        if value.shape != tensors[name].shape:
+            raise ValueError(
+                f"to_module: found shape {tuple(value.shape)} at {name!r}, expected {tuple(tensors[name].shape)}. "
+                "Pass the values of a module built with the same sizes."
+            )
+        if value.layout != torch.strided or value.is_meta or (value.is_complex() and not tensors[name].is_complex()):
+            raise TypeError(
+                f"to_module: found a {value.dtype} tensor ({value.layout}, {value.device}) at {name!r}, expected one "
+                f"to copy into {tensors[name].dtype}. Pass dense values of the same kind of number."
+            )
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(value)
+
+
+def _check_names(found: Any, expected: Set[str], what: str) -> None:
+    if not torch.compiler.is_compiling() and isinstance(found, dict):  # the rule, without a loop in Python
+        if found.keys() == expected and set(map(type, found.values())) <= {Tensor, nn.Parameter}:
+            return
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"{what}: found {type(found).__name__}, expected a dict from names to tensors as from_module gives."
+        )
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or extra:
+        detail = "; ".join(f"{name} {places}" for name, places in (("missing", missing), ("extra", extra)) if places)
+        raise ValueError(
+            f"{what}: the names are not the module's: {detail}. Pass the dict that from_module gave, or its successor."
+        )
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{what}: found {type(value).__name__} at {name!r}, expected a tensor. "
+                "Pass the dict that from_module gave, or its successor; merge what split took apart."
+            )

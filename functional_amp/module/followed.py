@@ -1,0 +1,156 @@
+"""What `from_module` takes: a copy of a module that reaches nothing of the original, or an error that says why not."""
+
+from __future__ import annotations
+
+import collections.abc
+import copy
+import weakref
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from functional_amp.module.reach import absent, attributes, is_object, walk
+from functional_amp.module.templates import Tensors, registered
+
+_KINDS = {
+    "DataParallel": "Pass its .module; each process or device then has a step of its own",
+    "DistributedDataParallel": "Pass its .module, and add the gradients of the ranks in the step",
+    "FullyShardedDataParallel": "Pass the module before it is wrapped, and shard the params as DTensors",
+    "FSDPModule": "Pass the module before fully_shard, and shard the params as DTensors",
+    "ScriptModule": "Pass the module that was scripted or traced, and compile the step",
+    "OptimizedModule": "Pass its ._orig_mod, and compile the step: make_step(..., compile=True)",
+}
+_STALE = (
+    "before it is computed, expected the forward to compute it first: it is a view of a parameter, or was computed "
+    "from one, and a copy of the module has no numbers of its own. Compute it in the forward."
+)
+
+
+_LINKS = (
+    "expected a module that reaches itself through attributes, lists, dicts, bound methods and partials alone. "
+    "Make the function a method, or write functools.partial(function, self); hold the module in a list."
+)
+
+
+def own_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module that reaches nothing of the original, with its tensors on the meta device.
+
+    Constants (tensors that are neither parameters nor buffers) keep their values. What can not be copied
+    and leads nowhere, a lock or a script function, is shared.
+
+    Raises:
+        TypeError: for what can not be copied, and for a copy that would reach the original.
+    """
+    tensors = {id(tensor): tensor for _, tensor in registered(module)}
+    places = {id(tensor): place for place, tensor in reversed(registered(module))}
+    taken = sorted(span for tensor in tensors.values() if (span := memory(tensor)))
+    memo: dict[int, Any] = {}
+    for key, tensor in tensors.items():
+        meta = tensor.detach().to("meta")
+        memo[key] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    for path, obj in walk(module):
+        if type(obj) in weakref.ProxyTypes:
+            raise TypeError(f"module: found a weak proxy at {path!r}, {_LINKS}")
+        if isinstance(obj, Tensor) and id(obj) not in memo:
+            span = memory(obj)
+            if not obj.is_leaf or (span and any(span[0] < end and start < span[1] for start, end in taken)):
+                memo[id(obj)] = absent(path, _STALE, obj.shape, obj.dtype)
+    memo |= uncopyable(module)
+    try:
+        copied = copy.deepcopy(module, dict(memo))
+    except Exception as error:
+        raise TypeError(
+            f"module: found {_unfollowed(module, memo)!r}, of which copy.deepcopy gives {type(error).__name__} "
+            f"({error}), expected attributes that can be copied. Give its class a __deepcopy__, or make it in the "
+            "forward."
+        ) from error
+    _refuse_links(copied, {id(layer): "the module itself" for layer in module.modules()} | places, module)
+    return copied
+
+
+def _refuse_links(copied: nn.Module, original: dict[int, str], module: nn.Module) -> None:
+    for path, obj in walk(copied):
+        if id(obj) in original:
+            raise TypeError(f"module: found {original[id(obj)]!r} behind {path!r}, {_LINKS}")
+    theirs = {id(obj) for _, obj in walk(module)}
+    for path, obj in walk(copied, lambda obj: id(obj) in theirs and is_object(obj)):
+        if isinstance(obj, (collections.abc.Iterator, torch.Generator)) and not isinstance(obj, nn.Module):
+            raise TypeError(
+                f"module: found a {type(obj).__name__} at {path!r}, expected nothing that each use moves on: two calls "
+                "would differ. Keep a list and a buffer that counts; draw from torch's own generator, which seed= sets."
+            )
+
+
+def uncopyable(module: nn.Module) -> dict[int, Any]:
+    """What deepcopy refuses and has no attributes of its own, a lock or a script function, by id."""
+    return {
+        id(obj): obj
+        for _, obj in walk(module)
+        if isinstance(obj, torch.jit.ScriptFunction)
+        or (is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not _can_be_copied(obj, {}))
+    }
+
+
+def memory(tensor: Tensor) -> tuple[int, int] | None:
+    """The first and the last byte of a plain tensor; None for one that has no memory of its own to compare."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    if not plain or tensor.numel() == 0:
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _can_be_copied(obj: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(obj, memo)
+    except Exception:
+        return False
+    return True
+
+
+def _unfollowed(module: nn.Module, memo: dict[int, Any]) -> str:
+    """The first attribute that deepcopy refuses."""
+    for prefix, layer in module.named_modules():
+        for key, value in vars(layer).items():
+            if key != "_modules" and not _can_be_copied(value, dict(memo)):
+                return f"{prefix}.{key}".removeprefix(".")
+    return type(module).__name__
+
+
+def check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: found {type(module).__name__}, expected a torch.nn.Module.")
+
+
+def check_kinds(module: nn.Module) -> None:
+    for place, layer in module.named_modules():
+        for kind in type(layer).__mro__:
+            if kind.__name__ in _KINDS and kind.__module__.startswith("torch."):
+                raise TypeError(
+                    f"module: found {kind.__name__} at {place!r}, expected a plain module. {_KINDS[kind.__name__]}."
+                )
+
+
+def check_tensor(place: str, tensor: Tensor) -> None:
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise TypeError(f"module: {place!r} has no shape yet. Run the module on one batch first.")
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise TypeError(
+            f"module: found a gradient hook on {place!r}, expected none: gradients are values here, and pass no hook. "
+            "Remove it (handle.remove()), and say the same in the loss function: to freeze rows, give apply "
+            "torch.where(mask, weight, weight.detach())."
+        )
+
+
+def check_memory(tensors: Tensors) -> None:
+    """Raises TypeError for two tensors over one memory, which would be two leaves from now on."""
+    spans = [(span, name) for name, tensor in tensors.items() if (span := memory(tensor))]
+    spans.sort(key=lambda entry: entry[0])
+    for ((_, end), first), ((start, _), second) in pairwise(spans):
+        if start < end:
+            raise TypeError(
+                f"module: found one memory under {first!r} and {second!r}, expected one tensor at both places. "
+                "Tie them by the parameter itself: decoder.weight = encoder.weight."
+            )

@@ -1,0 +1,274 @@
+"""Lending templates to calls; and the rehearsal, in which a module shows what it does beside giving an output."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from functional_amp.engine.loans import kept
+from functional_amp.mode import transformed
+from functional_amp.module.followed import uncopyable
+from functional_amp.module.reach import Absent, absent, is_object, walk
+from functional_amp.module.rehearsal import (
+    Watch,
+    copied,
+    random_state_put_back,
+    refuse_changes,
+    refuse_writes,
+    same_bits,
+    unseen_by_checkpoints,
+    versions_of,
+    written_to,
+)
+from functional_amp.module.templates import Change, Template, Tensors, registered, slots
+
+_TAKEN_OUT = (
+    "where its numbers are not, expected it to be read in the call, as an attribute or in a list or dict. Take it out "
+    "of tuples, sets and slots; differentiate checkpoints with scale_backward(..., backend='autograd')."
+)
+
+
+class Lender:
+    """The templates of one module in one mode, and what rehearsals found out about it.
+
+    Attributes:
+        master: the module with its tensors on the meta device, of which the templates are copied.
+        origin: the tensors of the module that `from_module` was given, by name, held weakly.
+        scratch: the attributes that a forward may write: those that the user names, and those that a
+            rehearsal finds to be written before they are read.
+        names: the name of each tensor of the master, by its id.
+        plan, kept: the slots and the scratch of the master itself, for graphs, which are traced with it.
+        statistics: the buffers in which normalization layers keep running statistics.
+        written: the buffers that the forward writes to.
+        moved: the same, for all modes together.
+    """
+
+    def __init__(
+        self, master: nn.Module, origin: Mapping[str, weakref.ref[Tensor]], scratch: Iterable[str], moved: set[str]
+    ):
+        self.master, self.origin, self.scratch, self.moved = master, origin, set(scratch), moved
+        self.written: set[str] = set()
+        self.names: dict[int, str] = {}
+        self._rehearsed: set[tuple[str, bool]] = set()
+        self._memo: dict[int, Any] = uncopyable(master)
+        self._absent: dict[int, str] = {}
+        for place, tensor in registered(master):
+            if id(tensor) not in self.names:
+                made = absent(place, _TAKEN_OUT, tensor.shape, tensor.dtype, isinstance(tensor, nn.Parameter))
+                self.names[id(tensor)] = self._absent[id(made)] = place
+                self._memo[id(tensor)] = made
+        self._shared = {id(obj) for _, obj in walk(master)}
+        # What stands for a stale value can't be read: a forward that passes has written it first.
+        self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)}
+        self._constants = {
+            path: obj
+            for path, obj in walk(master, lambda obj: is_object(obj) and not isinstance(obj, nn.Module))
+            if isinstance(obj, Tensor) and not isinstance(obj, Absent) and id(obj) not in self.names
+        }
+        self._memo.update({id(constant): constant for constant in self._constants.values()})
+        self._as_made = versions_of(self._constants.values())
+        self.plan = slots(master, self.names)
+        self.kept = self._places_of_scratch()
+        norms = [layer for layer in master.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
+        norms = [layer for layer in norms if layer.track_running_stats]
+        self.writes_statistics = any(layer.training for layer in norms)
+        self.statistics = {self.names[id(b)] for layer in norms for b in layer._buffers.values() if b is not None}
+        self._free = [self._make({})]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"master": self.master, "scratch": self.scratch, "moved": self.moved}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["master"], {}, state["scratch"], state["moved"])
+
+    def __deepcopy__(self, memo: Any) -> Lender:
+        return Lender(copy.deepcopy(self.master, memo), self.origin, self.scratch, self.moved)
+
+    def call(
+        self, params: Tensors, buffers: Tensors, frozen: frozenset[str], method: str, args: Any, kwargs: Any
+    ) -> tuple[Any, Tensors, set[str]]:
+        """Runs the forward with the tensors in their places.
+
+        Args:
+            params, buffers: the tensors by name. The forward gets copies of the buffers.
+            frozen: the names among the buffers that are copied only where the forward is known to write to them.
+            method: the name of a method, or "" for the module's call.
+
+        Returns:
+            The output, the buffers after it, and the names of those that this call wrote to.
+
+        Raises:
+            RuntimeError: where the forward wrote to anything but buffers.
+        """
+        if (method, torch.is_grad_enabled()) not in self._rehearsed:
+            self._rehearse({**params, **buffers}, params, method, args, kwargs)
+        fixed = frozen - self.written if self.written else frozen
+        tensors = {**params, **{name: b if name in fixed else b.clone() for name, b in buffers.items()}}
+        try:
+            template = self._free.pop()
+        except IndexError:
+            template = self._make({})
+        versions = versions_of(tensors.values())
+        template.place(tensors)
+        try:
+            output = template.run(method, args, kwargs)
+        except BaseException:
+            self._take_back(template)
+            raise
+        after = template.take_out()
+        changes = [] if template.unchanged() else template.changes()
+        if changes:
+            template.put_back()
+        written = written_to(tensors, after, versions)
+        try:
+            if written:
+                refuse_writes(written & {*params, *fixed})
+            moved = [] if versions_of(self._constants.values()) == self._as_made else list(self._constants)
+            refuse_changes([*moved, *(change.name for change in changes if not self.is_scratch(change.name))])
+        except RuntimeError:
+            self._free.append(template)
+            raise
+        self.written |= written
+        self.moved |= written
+        self._lend(template, {**tensors, **{name: after[name].detach() for name in written}}, output)
+        return output, {name: after[name] for name in buffers}, written
+
+    def state_dict(self, tensors: Tensors) -> dict[str, Any]:
+        """The module's own state dict, of the given tensors."""
+        template = self._make({})
+        template.place(tensors)
+        return template.module.state_dict()
+
+    def _make(self, constants: Mapping[int, Tensor]) -> Template:
+        return Template(self.master, {**self._memo, **constants}, self._absent, self._shared)
+
+    def _take_back(self, template: Template) -> None:
+        template.take_out()
+        template.put_back()
+        self._free.append(template)
+
+    def _end_loan(self, template: Template, tensors: Tensors) -> None:
+        after = template.take_out()
+        self._take_back(template)
+        if lost := sorted(name for name, tensor in tensors.items() if after[name] is not tensor):
+            raise RuntimeError(
+                f"apply: found that the backward, which runs a checkpointed part again, assigns {lost} anew, expected "
+                "writes in place: torch counts both, and the second would be lost. Write self.n.add_(1), not "
+                "self.n = self.n + 1, or take it out of the checkpoint."
+            )
+
+    def _lend(self, template: Template, tensors: Tensors, output: Any) -> None:
+        """Leaves the tensors in the template for as long as a backward may run parts of the forward again."""
+        if kept(lambda: self._end_loan(template, tensors)):
+            template.place(tensors)
+            return
+        nodes = _nodes(output) if torch.is_grad_enabled() and not transformed() else []
+        if not nodes:
+            self._free.append(template)
+            return
+        template.place(tensors)
+        loan = _Loan(self, template)
+        for node in nodes:
+            node.metadata.setdefault(__name__, []).append(loan)
+
+    def alive(self) -> dict[str, Tensor]:
+        """The tensors of the original module, as far as it still exists."""
+        found = {name: tensor() for name, tensor in self.origin.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def is_scratch(self, name: str) -> bool:
+        """True for the place of an attribute that a forward may write."""
+        return not self.scratch.isdisjoint({name, *name.replace("[", ".").split(".")})
+
+    def _places_of_scratch(self) -> list[tuple[nn.Module, str, Any, bool]]:
+        """The layer and the name of each attribute that a forward writes, what it held, and whether it was there."""
+        layers, found = dict(self.master.named_modules()), []
+        for name in sorted(self.scratch):
+            path, _, key = name.rpartition(".")
+            if path in layers:
+                before = vars(layers[path]).get(key)
+                known = None if isinstance(before, Tensor) else before
+                found.append((layers[path], key, known, key in vars(layers[path])))
+        return found
+
+    # The rehearsal
+
+    def _rehearse(self, tensors: Tensors, trainable: Iterable[str], method: str, args: Any, kwargs: Any) -> None:
+        """Runs the forward on copies of everything, and refuses what it leaves behind."""
+        with random_state_put_back():
+            changes = self._trial(tensors, trainable, method, args, kwargs)
+            asked = [change for change in changes if not self.is_scratch(change.name)]
+            refuse_changes([change.name for change in asked if not change.namespace])
+            unread = {change.name for change in asked}
+            if unread and not self._writes_first(unread, tensors, trainable, method, args, kwargs):
+                refuse_changes(unread)
+            self.scratch |= {change.name for change in changes}
+            self.kept = self._places_of_scratch()
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):  # which have no values to compare
+            self._rehearsed.add((method, torch.is_grad_enabled()))
+
+    def _writes_first(self, unread: set[str], *call: Any) -> bool:
+        """True if the forward runs where the attributes can't be read, and writes every one of them."""
+        try:
+            changes = self._trial(*call, unread=unread)
+        except Exception:  # it ran without: what it raises now comes of reading
+            return False
+        written = {change.name for change in changes if not isinstance(change.now, Absent)}
+        others = [change for change in changes if change.name not in unread and not self.is_scratch(change.name)]
+        return unread <= written and not others
+
+    def _trial(
+        self,
+        tensors: Tensors,
+        trainable: Iterable[str],
+        method: str,
+        args: Any,
+        kwargs: Any,
+        *,
+        unread: Iterable[str] = (),
+    ) -> list[Change]:
+        constants = {path: constant.clone() for path, constant in self._constants.items()}
+        template = self._make({id(old): constants[path] for path, old in self._constants.items()})
+        args, kwargs = copied((args, kwargs))
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        both = {**copies, **constants}
+        versions = versions_of(both.values())
+        template.seal(unread)
+        template.place(copies)
+        try:
+            with Watch(self.alive()), unseen_by_checkpoints():
+                template.run(method, args, kwargs)
+            after = template.take_out()
+            changes = template.changes()
+        finally:
+            template.take_out()
+            template.put_back()  # closures are shared with the original
+        written = written_to(both, {**constants, **after}, versions)
+        written |= {name for name, old in {**tensors, **self._constants}.items() if not same_bits(both[name], old)}
+        refuse_writes(written.intersection(trainable))
+        refuse_changes(written.intersection(constants))
+        self.written |= written
+        self.moved |= written
+        return changes
+
+
+class _Loan:
+    """Gives a template back when the graph that may need it is gone."""
+
+    def __init__(self, lender: Lender, template: Template):
+        self._lender, self._template = lender, template
+
+    def __del__(self) -> None:
+        self._lender._take_back(self._template)
+
+
+def _nodes(output: Any) -> list[Any]:
+    """The nodes of the graph that made the output."""
+    tensors = [output] if isinstance(output, Tensor) else [x for _, x in walk(output) if isinstance(x, Tensor)]
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

@@ -1,0 +1,144 @@
+"""What a module reaches: a walk over its objects, and the placeholder that stands where a tensor was taken out."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+_ATOMS = (
+    *(type(None), bool, int, float, complex, str, bytes, range, type, slice, property, type(Ellipsis)),
+    *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GenericAlias),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+CONTAINERS = (dict, list, set, collections.deque, types.CellType)
+_FOLLOWED = (*CONTAINERS, tuple, frozenset, types.FunctionType, types.MethodType, functools.partial, weakref.ref)
+# What a placeholder answers truly. Its device is not among it: it has none.
+_KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")}
+_KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
+_KNOWN |= {Tensor.__repr__, Tensor.__len__}
+
+
+class Absent(Tensor):
+    """Stands where a tensor was taken out. Reading its numbers raises an error that names the place."""
+
+    place: str
+    why: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for _, found in walk((args, kwargs)):
+            if isinstance(found, Absent):
+                raise RuntimeError(f"apply: found a use of {found.place!r} ({_name(func)}) {found.why}")
+        raise AssertionError("unreachable: an Absent is among the arguments")
+
+    def __deepcopy__(self, memo: Any) -> Absent:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return absent, (self.place, self.why, torch.Size(self.shape), self.dtype, isinstance(self, nn.Parameter))
+
+
+def absent(place: str, why: str, shape: Any = (), dtype: Any = torch.float32, parameter: bool = False) -> Absent:
+    """A placeholder for the tensor of a place; `why` ends the sentence of its error."""
+    with _disable_current_modes():  # under fake tensors too it is none
+        made = Tensor._make_subclass(Absent, torch.empty(shape, dtype=dtype, device="meta"), False)
+    made.place, made.why = place, why
+    if parameter:
+        made._is_param = True  # what isinstance(x, nn.Parameter) asks for
+    return made
+
+
+def walk(root: Any, stop: Callable[[Any], bool] = lambda obj: False) -> Iterator[tuple[str, Any]]:
+    """Every object below the root once, with the shortest path to it. What holds `stop` is not entered.
+
+    Classes, globals and code are not entered; closures, defaults and weak references are.
+    """
+    seen, todo = {id(root): root}, collections.deque([("", root)])
+    while todo:
+        path, obj = todo.popleft()
+        yield pretty(path), obj
+        if obj is not root and stop(obj):
+            continue
+        for step, child in children(obj):
+            if not isinstance(child, _ATOMS) and id(child) not in seen:
+                seen[id(child)] = child
+                todo.append((path + step, child))
+
+
+def children(obj: Any) -> list[tuple[str, Any]]:
+    """What an object holds, each with the step of the path that leads there."""
+    if isinstance(obj, dict):
+        return [(f"[{key!r}]", value) for key, value in obj.items()] + [(".keys()", key) for key in obj]
+    if isinstance(obj, (list, tuple, set, frozenset, collections.deque)):
+        return [(f"[{index}]", value) for index, value in enumerate(obj)]
+    if isinstance(obj, types.MethodType):
+        return [(".__self__", obj.__self__), (".__func__", obj.__func__)]
+    if isinstance(obj, types.CellType):
+        return [("", value) for value in contents(obj)]
+    if isinstance(obj, weakref.ref):
+        return [(" (a weak reference)", obj())]
+    found = [(f".{key}", value) for key, value in attributes(obj).items()]
+    if isinstance(obj, types.FunctionType):
+        cells = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
+        found += [(f" (closure over {name})", cell) for name, cell in cells]
+        found += [(" (default argument)", value) for value in (obj.__defaults__, obj.__kwdefaults__)]
+    elif isinstance(obj, functools.partial):
+        found += [(".func", obj.func), (".args", obj.args), (".keywords", obj.keywords)]
+    elif not isinstance(obj, (nn.Module, Tensor)):
+        slots = [name for kind in type(obj).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+        found += [(f".{name}", getattr(obj, name)) for name in slots if _holds(obj, name)]
+    return found
+
+
+def attributes(obj: Any) -> dict[str, Any]:
+    """The `__dict__` of an object; empty for one that has none, and for tensors and proxies."""
+    if isinstance(obj, Tensor) or type(obj) in weakref.ProxyTypes:
+        return {}
+    found = getattr(obj, "__dict__", None)
+    return found if type(found) is dict else {}
+
+
+def contents(container: Any) -> tuple[Any, ...]:
+    """The values in a container, in its order."""
+    if isinstance(container, dict):
+        return tuple(container.values())
+    if isinstance(container, types.CellType):
+        try:
+            return (container.cell_contents,)
+        except ValueError:  # an empty cell
+            return ()
+    return tuple(container)
+
+
+def is_object(obj: Any) -> bool:
+    """True for what is neither a container nor a function nor a tensor: an object with attributes."""
+    return not isinstance(obj, (*_FOLLOWED, Tensor))
+
+
+def pretty(path: str) -> str:
+    """A path as one would write it: `l.weight`, not `._modules['l']._parameters['weight']`."""
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path).removeprefix(".")
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _holds(obj: Any, name: str) -> bool:
+    return name not in ("__dict__", "__weakref__") and not name.startswith("__") and hasattr(obj, name)
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))

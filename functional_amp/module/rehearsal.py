@@ -1,0 +1,155 @@
+"""What a rehearsal needs: copies, a watch over what is read, a comparison, and the errors for what it finds."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from functional_amp.mode import transformed
+from functional_amp.module.reach import walk
+from functional_amp.module.templates import Tensors
+
+
+class Watch(TorchFunctionMode):
+    """Refuses what a copy can not follow: the original's own tensors, and checkpoints that give no gradient."""
+
+    def __init__(self, original: Mapping[str, Tensor]):
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in original.items()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            for found in value if isinstance(value, (list, tuple)) else (value,):
+                if id(found) in self._names:
+                    refuse_foreign(self._names[id(found)])
+        if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+            raise RuntimeError(
+                "apply: found a reentrant checkpoint, expected one that gives gradients to parameters. Call "
+                "checkpoint(..., use_reentrant=False); in transformers "
+                "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
+            )
+        return func(*args, **kwargs)
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def random_state_put_back() -> Iterator[None]:
+    """Leaves torch's, Python's and numpy's random numbers as they were."""
+    numpy = sys.modules.get("numpy.random")
+    states = random.getstate(), numpy and numpy.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(states[0])
+        if numpy:
+            numpy.set_state(states[1])
+
+
+@contextmanager
+def unseen_by_checkpoints() -> Iterator[None]:
+    """Keeps what a trial saves for a backward from the hooks of a checkpoint around the call, which count it."""
+    if transformed():  # where there are no checkpoints
+        yield
+        return
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__):
+        yield
+    saved.clear()  # an output that its own node saves would keep itself alive
+
+
+def copied(arguments: Any) -> Any:
+    """A copy of the arguments, in which tensors with a history keep it."""
+    memo = {id(obj): obj.clone() for _, obj in walk(arguments) if isinstance(obj, Tensor)}
+    try:
+        return copy.deepcopy(arguments, memo)
+    except Exception as error:
+        raise TypeError(
+            f"apply: found an argument that can't be copied ({type(error).__name__}: {error}), expected tensors and "
+            "plain values: the first call is rehearsed on copies. Pass a list in place of a generator or an iterator."
+        ) from error
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors of an inference mode count no writes
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def written_to(given: Tensors, after: Mapping[str, Any], versions: list[int]) -> set[str]:
+    """The names of what was written to in place, and of what was assigned anew."""
+    if versions_of(given.values()) == versions and all(map(is_, map(after.get, given), given.values())):
+        return set()
+    return {
+        name
+        for (name, tensor), old, new in zip(given.items(), versions, versions_of(given.values()), strict=True)
+        if old != new or after[name] is not tensor
+    }
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """True for equal values, NaN included; tensors whose values can't be compared count as equal."""
+    a, b = unwrapped(a), unwrapped(b)
+    if type(a) not in (Tensor, nn.Parameter) or a.layout is not torch.strided or a.is_meta:
+        return True
+    return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def refuse_foreign(name: str) -> None:
+    raise RuntimeError(
+        f"apply: found that the forward reads {name!r} of the original module (through a global, say), expected "
+        "attributes of its own. Read it through self, or pass it as an argument."
+    )
+
+
+def refuse_writes(names: set[str], hint: str = "") -> None:
+    if names:
+        raise RuntimeError(
+            f"apply: found that the forward writes to its parameters {sorted(names)}, expected one that reads them: "
+            "what is given is never changed. Apply a constraint (max_norm, say) to the params in the loss function, "
+            "before apply." + hint
+        )
+
+
+def refuse_changes(names: Iterable[str], hint: str = "") -> None:
+    if names := sorted(names):
+        raise RuntimeError(
+            f"apply: found that the forward keeps something at {names}, expected state in buffers: the next call would "
+            "not find it. Register a buffer in __init__ and use apply.with_buffers; where it is a cache, run the "
+            "module once before from_module; if it is only kept for others to read, from_module(module, scratch=(...))."
+            + hint
+        )
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor below the wrappers of torch.func's transforms."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor

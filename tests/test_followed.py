@@ -1,0 +1,193 @@
+"""The table of docs/followed.md: each line is run, and the page is what the lines give.
+
+`python -m tests.test_followed` writes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import functional_amp as fa
+from tests import test_cases_modules as cases
+
+PAGE = Path(__file__).parent.parent / "docs" / "followed.md"
+FOLLOWED, AT_ONCE, AT_THE_CALL = "followed", "refused by `from_module`", "refused by the first call"
+
+
+class Line(NamedTuple):
+    """What a module has or does, what becomes of it, and what to do instead."""
+
+    what: str
+    outcome: str
+    remedy: str
+    make: Callable[[], nn.Module]
+    rows: Any = cases.drawn(5, 3)
+
+
+HELD = functools.partial(cases.holding, "kept")
+_TIED = functools.partial(cases.AutoEncoder, cases._by_the_parameter)
+_TWO = functools.partial(cases.AutoEncoder, cases._by_data)
+_COUNTING = functools.partial(cases.CountingData, cases._data_add)
+IDS = torch.tensor([[0, 1], [2, 3]])
+
+LINES = [
+    Line("tied parameters: one tensor at several names", FOLLOWED, "", _TIED),
+    Line("parameters and modules in lists and dicts", FOLLOWED, "", cases.InDicts),
+    Line("parameters and modules as attributes of other objects", FOLLOWED, "", cases.InAnObject),
+    Line("modules in tuples", FOLLOWED, "", cases.InATuple),
+    Line("bound methods as attributes", FOLLOWED, "", cases.ScalarMethod, torch.tensor(1.0)),
+    Line("`functools.partial` over the module", FOLLOWED, "", cases.ScalarPartial, torch.tensor(1.0)),
+    Line("recurrent layers", FOLLOWED, "", cases.Recurrent),
+    Line("the old `weight_norm`", FOLLOWED, "", cases.old_weight_norm),
+    Line("the old `spectral_norm` (it writes buffers)", FOLLOWED, "", cases.old_spectral_norm),
+    Line("`torch.nn.utils.prune`", FOLLOWED, "", cases.pruned),
+    Line("parametrizations", FOLLOWED, "", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))),
+    Line("locks and script functions", FOLLOWED, "shared with the module", cases.Locked),
+    Line("buffers written to, in place or anew, `.data` included", FOLLOWED, "", _COUNTING),
+    Line("frozen parameters that the forward writes to", FOLLOWED, "", lambda: cases.Bounded(frozen=True), IDS),
+    Line("attributes that are written before they are read", FOLLOWED, "", cases.Attention),
+    Line("checkpoints that are not reentrant, with the autograd backend", FOLLOWED, "", cases.Checkpointed),
+    Line("closures over the module or its parameters", AT_ONCE, "a method, or a partial", cases.ScalarClosure),
+    Line("hooks that close over the module", AT_ONCE, "a partial over a list of layers", cases.forward_hook),
+    Line("default arguments that are the module", AT_ONCE, "a partial", cases.default_argument),
+    Line("weak references and weak proxies to it", AT_ONCE, "hold it in a list", cases.weak_reference),
+    Line("gradient hooks on parameters", AT_ONCE, "the rule in the loss function", lambda: _hooked()),
+    Line("two parameters over one memory", AT_ONCE, "one parameter at both names", _TWO),
+    Line("iterators, Python's generators, `torch.Generator`", AT_ONCE, "a list and a buffer", lambda: HELD(iter([1]))),
+    Line("objects that can not be copied", AT_ONCE, "give them a `__deepcopy__`", lambda: HELD(cases.Refusing())),
+    Line("`DataParallel`, `DistributedDataParallel`", AT_ONCE, "its `.module`", lambda: nn.DataParallel(cases.Net())),
+    Line("`ScriptModule`", AT_ONCE, "the module that was scripted", lambda: cases.scripted(nn.Linear(3, 4))),
+    Line("FSDP modules", AT_ONCE, "the module before; shard the params", lambda: _sharded()),
+    Line("`torch.compile(module)`", AT_ONCE, "its `._orig_mod`; compile the step", lambda: _compiled()),
+    Line("parameters in tuples and sets, where they are read", AT_THE_CALL, "a list", lambda: _in_a_tuple()),
+    Line("views of parameters made outside of the forward", AT_THE_CALL, "take them in the forward", lambda: _viewed()),
+    Line("globals that are the module", AT_THE_CALL, "an argument", cases.ReadsAGlobal),
+    Line("writes to parameters (`max_norm`, constraints)", AT_THE_CALL, "in the loss function", cases.Bounded, IDS),
+    Line("counters and other attributes that are kept", AT_THE_CALL, "a buffer", cases.Counter),
+    Line("caches that the first forward fills", AT_THE_CALL, "run the module once before", cases.Caching),
+    Line("buffers and modules made in the forward", AT_THE_CALL, "make them in `__init__`", cases.MadeAtFirst),
+    Line("lists that grow", AT_THE_CALL, "return it; or `scratch=`", cases.Logging),
+    Line("tensors written to that are no buffers", AT_THE_CALL, "register them", cases.Constant),
+    Line("variables of closures that count", AT_THE_CALL, "a buffer", cases.CountingInAClosure),
+    Line("reentrant checkpoints", AT_THE_CALL, "`use_reentrant=False`", lambda: cases.Checkpointed(use_reentrant=True)),
+]  # fmt: skip
+
+
+def _hooked() -> nn.Module:
+    module = cases.Net()
+    module.l.weight.register_hook(lambda grad: grad)
+    return module
+
+
+def _compiled() -> Any:
+    return torch.compile(cases.Net(), backend="eager")
+
+
+def _sharded() -> nn.Module:
+    module = cases.Net()
+    from torch.distributed.fsdp import FSDPModule
+
+    module.__class__ = type("FSDPNet", (FSDPModule, cases.Net), {})  # what fully_shard does, without ranks
+    return module
+
+
+def _in_a_tuple() -> nn.Module:
+    class Fixed(cases.Net):
+        def __init__(self):
+            super().__init__()
+            self.kept = (self.l.weight,)
+
+        def forward(self, x: Any) -> Any:
+            return x @ self.kept[0].T
+
+    return Fixed()
+
+
+def _viewed() -> nn.Module:
+    class Viewed(cases.Net):
+        def __init__(self):
+            super().__init__()
+            self.view = self.l.weight.data[:2]
+
+        def forward(self, x: Any) -> Any:
+            return x @ self.view.T
+
+    return Viewed()
+
+
+def outcome(line: Line) -> str:
+    """What becomes of a module."""
+    try:
+        apply, params, buffers = fa.from_module(cases.built(line.make))
+    except TypeError as error:
+        assert "expected" in str(error)
+        return AT_ONCE
+    try:
+        apply.with_buffers(params, buffers, line.rows)
+    except RuntimeError as error:
+        assert "expected" in str(error)
+        return AT_THE_CALL
+    return FOLLOWED
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.*script.*:DeprecationWarning")
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.what)
+def test_each_line_of_the_table_is_what_happens(line: Line):
+    assert outcome(line) == line.outcome
+    if line.outcome == FOLLOWED:
+        apply, params, buffers = fa.from_module(cases.built(line.make))
+        with fa.seeded(1):
+            found = apply.with_buffers(params, buffers, line.rows)[0]
+        with fa.seeded(1):
+            assert torch.equal(found, cases.built(line.make)(line.rows))
+
+
+def page() -> str:
+    """The page."""
+    rows = [f"| {line.what} | {line.outcome} | {line.remedy} |" for line in LINES]
+    return f"""# What is followed and what is refused
+
+`from_module` makes a function of a module. What a loop with the module itself would do is reproduced exactly, or
+refused by an error that names the place and a way out. It is never silently different.
+
+- `from_module` looks at everything that the module reaches through attributes, lists, dicts, closures and weak
+  references. It works on a copy; the module itself is never changed.
+- The first call of a function, of each of its methods, and of each of its modes is a *rehearsal*: the forward runs once
+  or twice more on copies of the parameters, buffers and arguments. What it leaves behind is found by comparison.
+  Random numbers are put back.
+- Later calls compare version counters and attributes. A difference is an error, and attributes are put back.
+- In a graph that is traced before the first call outside of it, the compiler's own record of what was changed is
+  looked at. It can't tell what is written before it is read, and a write through `.data` outside of a derivative
+  escapes it: call the function once before you compile it. Attributes of other objects that hold parameters are an
+  error of the compiler.
+
+| what a module has or does | what becomes of it | what to do |
+| --- | --- | --- |
+{chr(10).join(rows)}
+
+Further rules:
+
+- `apply(params, ...)` raises where the forward writes to a buffer, and where it would read running statistics without
+  being told which. Running statistics are those of normalization layers in eval mode, and every buffer that a call of
+  the same function has been seen to write. `apply.eval().bind(state.buffers)(state.params, x)` says which.
+- Activation checkpoints need `backend="autograd"`. The copy that a call used keeps its tensors until the backward is
+  done: inside `scale_backward` and the step for every call, elsewhere as long as the graph of the output lives.
+- A checkpointed part that assigns a buffer anew (`self.n = self.n + 1`) does so again in the backward: refused where
+  `scale_backward` or a step takes the derivative. Write in place, which counts twice, as in torch.
+- What a forward writes outside of the module (a global, a file, its arguments) is not looked at.
+"""
+
+
+def test_the_page_is_what_the_lines_give():
+    assert PAGE.read_text() == page(), "run python -m tests.test_followed"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
