@@ -204,7 +204,7 @@ def autocast(loss_fn: LossFn, dtype: torch.dtype, *, device_type: str | None = N
 
 
 def _position(function: Callable[..., Any], name: str) -> int | None:
-    """Where a positional parameter of that name stands, if the signature can be read and has one."""
+    """The position of the parameter of that name; None without one, or where the signature cannot be read."""
     try:
         names = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Many leaves in one tensor: what a step costs for each leaf, it costs once."""
+"""Many leaves in one tensor, so that the cost of a step per leaf is paid once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ravel(tree: PyTree) -> Raveled:
     """Puts the leaves of a tree into one 1-D tensor for each dtype and device.
 
     A step takes the flat parameters as any others, and the loss function unravels them. Elementwise
-    optimizers give the same values; what looks at whole leaves (`partition`, a norm of each) sees one.
+    optimizers give the same values; whatever looks at whole leaves (`partition`, a norm of each) sees one flat leaf.
 
     Args:
         tree: a pytree of tensors. Integer and bool leaves are kept as they are, under "rest".
@@ -36,7 +36,7 @@ def ravel(tree: PyTree) -> Raveled:
         unravel: from such a dict to a tree like the first; works in `torch.func` and in compiled graphs.
 
     Raises:
-        TypeError: for a leaf that is no tensor; the path is named.
+        TypeError: for a leaf that is not a tensor; the path is named.
 
     The name is that of `jax.flatten_util.ravel_pytree`.
 

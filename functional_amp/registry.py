@@ -17,7 +17,7 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
     """Registers a dataclass as a pytree node with optree and with `torch.utils._pytree`.
 
     Both libraries get the same children in the same order, and the static fields as context, so
-    that none is lost in a `tree_map`. Unflattening does not run `__post_init__`: the children may
+    that a `tree_map` loses no field. Unflattening does not run `__post_init__`: the children may
     be anything then (vmap and tree_map put placeholders there).
 
     Args:
@@ -30,7 +30,7 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
 
     Raises:
         TypeError: for anything that is not a dataclass.
-        ValueError: for a field that is missing among the names, or a name that is not a field.
+        ValueError: for a field that is not named, or a name that is not a field.
     """
     if not isinstance(cls, type) or not is_dataclass(cls):
         raise TypeError(f"register: found {cls!r}, expected a dataclass. Decorate it with @dataclass(frozen=True).")

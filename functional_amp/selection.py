@@ -61,7 +61,7 @@ def select(condition: Tensor, new: PyTree, old: PyTree, what: str = "select") ->
 def split(tree: PyTree, predicate: Callable[[str, Any], bool]) -> tuple[PyTree, PyTree]:
     """Splits a tree in two of the same structure, each with None at the other's leaves.
 
-    The way to say which leaves are trainable: differentiate the first tree, merge in the loss.
+    Use it to say which leaves are trainable: differentiate the first tree, and merge both in the loss.
 
     Args:
         tree: a pytree of tensors.
@@ -95,7 +95,7 @@ def merge(*trees: PyTree) -> PyTree:
     """Puts together what `split` took apart: at each leaf, the first that is not None.
 
     Raises:
-        ValueError: if the structures differ (the paths are named), or without any tree.
+        ValueError: if the structures differ (the paths are named), or if no tree is given.
 
     >>> import torch
     >>> merge({"a": torch.ones(1), "b": None}, {"a": None, "b": torch.zeros(1)})

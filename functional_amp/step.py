@@ -38,7 +38,7 @@ from functional_amp.values.state import Metrics, TrainState, Window
 def init_state(
     params: PyTree, optimizer: Optimizer | Any, scaler: Scaler | None = None, buffers: PyTree = None
 ) -> TrainState:
-    """The state before the first window, in storage of its own: a donating step writes to nothing of yours.
+    """Makes the state before the first window. It shares no memory with what is given, so a step may donate it.
 
     Args:
         params: a pytree of tensors; they are copied, as the buffers are.
@@ -47,7 +47,7 @@ def init_state(
         buffers: a pytree of tensors that the loss function takes and returns, or None.
 
     Raises:
-        TypeError: for leaves that are not tensors, something that is not a scaler or an optimizer.
+        TypeError: for leaves that are not tensors, a scaler or an optimizer that is not one.
 
     >>> import torch
     >>> from functional_amp import sgd
@@ -71,7 +71,7 @@ def init_state(
         params, buffers = map_tensors(copied, params), map_tensors(copied, buffers)
         scaler = cast(Scaler, map_tensors(copied, scaler))
         opt_state = unshared(init_with(optimizer, params), params)
-    # One tensor each: torch.compile guards on two inputs being the same object, and they never are again.
+    # One tensor each: torch.compile would guard on three inputs being one object, which later states never are.
     counters = [torch.zeros_like(scaler.scale, dtype=torch.int32) for _ in range(3)]
     return TrainState(params, opt_state, scaler, buffers, None, *counters)
 
@@ -271,8 +271,8 @@ def make_step(
             once a window; their gradients are added in float32.
         donate: the state that is passed in is used up, and its storage holds the next one: the same
             values at the peak memory of an imperative loop. Reading, copying or saving a state that was
-            given away raises RuntimeError. An exception gives it back, but in the middle of an update's
-            writes. In eager mode the autograd engine adds each gradient as it is made, with every
+            given away raises RuntimeError. An exception gives it back, unless it falls in the middle of an
+            update's writes. In eager mode the autograd engine adds each gradient as it is made, with every
             backend; they differ where autocast casts one weight several times.
         compile: True compiles the step: a window of one is one graph, one of two is two, a longer one
             three. A dict is passed on to `torch.compile` (`{"mode": "max-autotune"}`). A window of

@@ -51,7 +51,7 @@ def paths(tree: PyTree) -> list[str]:
 
 
 class Box:
-    """A leaf that dynamo takes for no constant: it can neither flatten nor build a dict of constants."""
+    """A leaf in a box. Dynamo can neither flatten nor build a dict of constants, and a box is not a constant."""
 
     def __init__(self, leaf: Any):
         self.leaf = leaf

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from functional_amp.debug import torch_private
+import functional_amp.debug.torch_private as torch_private
 
 
 @dataclass(frozen=True)

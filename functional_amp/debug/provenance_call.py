@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.debug import torch_private
+import functional_amp.debug.torch_private as torch_private
 
 
 @dataclass(frozen=True)

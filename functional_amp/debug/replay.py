@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.debug import torch_private
+import functional_amp.debug.torch_private as torch_private
 from functional_amp.debug.blame import Origin
 from functional_amp.debug.explain_range import is_finite
 from functional_amp.debug.locate import Locator

@@ -31,13 +31,13 @@ class Optimizer(_Members):
             `apply_updates(params, updates)`. A missing gradient (None) gives a None update and
             leaves the state of its parameter alone.
         step: `step(grads, opt_state, params) -> (params, opt_state)`, the same update with the
-            parameters rounded once, where there is one. `maybe_step` prefers it.
+            parameters rounded once; optional. `maybe_step` prefers it to `update`.
         transact: `transact(grads, opt_state, params, divisor, applied, storage) -> (params, opt_state)`,
-            the whole transaction in one pass over memory, where there is one: the same update with
-            `grads / divisor` (None for 1) where the 0-dim bool `applied` holds, and the bits that were
-            where it does not. What it makes lies where the storage says. `maybe_step` prefers it to all.
+            the whole transaction in one pass over memory; optional. Where the 0-dim bool `applied` holds it
+            is the same update with `grads / divisor` (a divisor of None is 1); elsewhere parameters and state
+            keep their bits. The storage says where results lie. `maybe_step` prefers it to the other two.
 
-    `optimizer._replace(update=f)` is an optimizer of `f` alone: what was made for the old update goes.
+    `optimizer._replace(update=f)` is an optimizer of `f` alone: the old `step` and `transact` are dropped.
 
     >>> import torch
     >>> from functional_amp import sgd
@@ -59,7 +59,7 @@ class Optimizer(_Members):
 
 
 def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-    """The new parameters and state, by whatever the optimizer offers.
+    """The new parameters and state, by the optimizer's `step`, else by its `update`.
 
     Accepts an `Optimizer`, any object or pair with `init` and `update`, and a plain update function.
 
@@ -93,7 +93,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def members(optimizer: Any) -> tuple[Any, Any, Any, Any]:
-    """The init, update, step and transact of an optimizer or a pair; None for each that there is not."""
+    """The init, update, step and transact of an optimizer or a pair; None for each that is missing."""
     if isinstance(optimizer, (type, torch.optim.Optimizer)):
         _refuse(optimizer)
     if isinstance(optimizer, Optimizer):
@@ -101,7 +101,7 @@ def members(optimizer: Any) -> tuple[Any, Any, Any, Any]:
     if isinstance(optimizer, tuple) and len(optimizer) == 2 and all(map(callable, optimizer)):
         return optimizer[0], optimizer[1], None, None
     init = getattr(optimizer, "init", None)
-    # Others have an update or a step that is not meant: dicts, GradScaler, torch's schedulers.
+    # Dicts, GradScaler and torch's schedulers have an `update` or a `step` of another meaning.
     if not callable(init):
         return None, None, None, None
     update, step, transact = (getattr(optimizer, name, None) for name in ("update", "step", "transact"))

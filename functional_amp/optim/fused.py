@@ -1,4 +1,4 @@
-"""Running torch's fused kernels on the leaves of trees that they take."""
+"""Running torch's fused kernels on the leaves that they accept."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Plan(NamedTuple):
-    """Which leaves a kernel takes, and, where they stay the same from step to step, what it is given for them.
+    """Which leaves a kernel takes. A lasting plan, for leaves that stay the same, also holds the kernel's arguments.
 
     Attributes:
         groups: the places for the kernel, by device and dtype; rest: the places for the rule.
-        works: for each group, the lists of parameters and slots as the kernel takes them, where the plan
-            lasts and nothing has to be copied for it; else None.
+        works: for each group, the lists of parameters and slots that are given to the kernel; None where the
+            plan does not last, or a leaf has to be copied first.
         columns: the leaves of the parameters and of the slots that a lasting plan was made for.
         kinds: of the gradients; None for a missing one.
     """
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     kinds: list[Any]
 
     def fits(self, flats: list[Flat]) -> bool:
-        """Whether these are the trees that the plan was made for; their addresses are the lease's to look at."""
+        """Whether these are the trees that the plan was made for; the lease compares their addresses."""
         columns = [flats[0].leaves, *(flat.leaves for flat in flats[2:])]
         same = len(columns) == len(self.columns) and all(map(same_leaves, self.columns, columns))
         return same and kinds_of(flats[1]) == self.kinds
@@ -58,7 +58,7 @@ def plan_of(flats: list[Flat], taken: list[int], kernel: Kernel | None, *, lasti
 
 
 def kinds_of(grads: Flat) -> list[Any]:
-    """What a kernel has to know of each gradient beside its numbers."""
+    """What decides whether a kernel takes a gradient as it is: type, dtype, layout, shape, device."""
     return [
         (type(g), g.dtype, g.is_contiguous(), g.is_neg(), g.shape, g.device) if isinstance(g, Tensor) else None
         for g in grads.leaves
@@ -99,11 +99,11 @@ def run_group(
     grads = [flats[1].leaves[index] for index in indices]
     device, dtype = olds[0][0].device, olds[0][0].dtype
     scale = None if divisor is None else divisor.to(device)
-    # The kernel takes a float32 scale, and a scaled float64 gradient need not be a float32.
+    # The kernel takes a float32 scale only, too coarse for float64 leaves: those are divided here.
     if scale is not None and (dtype == torch.float64 or any([grad.dtype == torch.float64 for grad in grads])):
         grads, scale = [divided(grad, scale) for grad in grads], None
     grads = [dense(grad if grad.dtype == dtype else grad.to(dtype)) for grad in grads]
-    if scale is not None:  # the kernel writes to the gradients too, and those may be someone else's
+    if scale is not None:  # the kernel also writes to the gradients, which the caller may still hold
         scale, grads = scale.to(torch.float32), storage.scratch(grads)
     if works is None:
         new = [storage.working(leaves) for leaves in olds]

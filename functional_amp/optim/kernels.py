@@ -30,7 +30,7 @@ def run_sgd(
     divisor: Tensor | None,
     skip: Tensor,
 ) -> None:
-    """SGD without dampening: momentum * 0 + gradient is the first buffer."""
+    """SGD without dampening. Buffers start at zero, so the first one is momentum * 0 + gradient."""
     if in_graph():
         lr = _as_operand(lr, skip)
         torch.ops.functional_amp.sgd_(params, grads, buffers, lr, momentum, weight_decay, nesterov, divisor, skip)

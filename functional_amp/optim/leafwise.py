@@ -28,7 +28,7 @@ class LeafUpdate(NamedTuple):
 LeafRule: TypeAlias = Callable[..., tuple[LeafUpdate, tuple[Tensor | None, ...]]]
 RuleAt: TypeAlias = Callable[[Tensor], LeafRule]
 Finish: TypeAlias = Callable[[Tensor, Tensor, LeafUpdate], Tensor]
-"""From the leaf, the leaf widened, and its update: what stands at its place in the result."""
+"""`finish(leaf, leaf widened, update)` gives what stands at the place of the leaf in the result."""
 
 
 def zeros(params: PyTree) -> PyTree:
@@ -51,7 +51,7 @@ def zero_count(params: PyTree) -> Tensor:
 
 
 def nones(params: PyTree) -> PyTree:
-    """A tree of None: the state that a leaf does not need."""
+    """A tree of None, for an optimizer that keeps no state of its leaves."""
     flat = flatten_tensors(params, "params")
     return flat.unflatten([None] * len(flat.leaves))
 
@@ -62,7 +62,7 @@ def leafwise(
     """An optimizer that treats each leaf by itself.
 
     Args:
-        state_type: a NamedTuple of the count of applied updates and one tree a slot.
+        state_type: a NamedTuple of the count of applied updates and one tree for each slot.
         slots: what each of these trees is at first, from the parameters (`zeros`).
         rule: `rule(count)` gives `leaf_rule(param, grad, *slots) -> (update, slots)`.
         kernel: the same rule for lists of leaves in place, up to the last bit or two.

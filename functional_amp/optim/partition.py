@@ -82,7 +82,7 @@ def partition(optimizers: Mapping[str, Optimizer | None], label: Callable[[str, 
     def swept(
         run: Run, frozen: Callable[[PyTree], PyTree], names: list[str | None], given: Given
     ) -> tuple[PyTree, dict[str, Any]]:
-        """The one sweep: `run` for each optimizer on the leaves of its label, `frozen` on those of none."""
+        """The one sweep: `run` for each optimizer on its leaves, `frozen` on the leaves without an optimizer."""
         grads, opt_state, params = given
         results, states = [], dict(opt_state)
         for name, optimizer in optimizers.items():

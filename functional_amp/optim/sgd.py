@@ -18,7 +18,7 @@ from functional_amp.tree import PyTree
 
 
 class SGDState(NamedTuple):
-    """Applied updates (int32, 0-dim) and the momentum buffers (none without momentum)."""
+    """Applied updates (int32, 0-dim) and the momentum buffers (() without momentum)."""
 
     step: Tensor
     momentum_buffer: PyTree = ()
@@ -94,5 +94,5 @@ def sgd(
         buffers = slots[0] if momentum else []
         run_sgd(params, grads, buffers, kernel_rate(lr, count), momentum, weight_decay, nesterov, divisor, skip)
 
-    # With dampening the first step is another one, and which it is nobody may ask on the host.
+    # With dampening the first step differs, and the host may not ask whether this is the first: no kernel.
     return leafwise(SGDState, [zeros] if momentum else [], rule, None if dampening else kernel)

@@ -81,7 +81,7 @@ def transact(
 ) -> tuple[PyTree, PyTree]:
     """The optimizer's own transaction where it has one, else its step between a division and a selection.
 
-    Under an outer derivative the latter: kernels have none, and the branch not taken must be finite as well.
+    Under an outer derivative it is the latter: kernels have no derivative, and the branch not taken must be finite too.
     """
     transform = mode() == "transform"
     own = members(optimizer)[3]

@@ -86,7 +86,7 @@ def faulty(
     Without one, the loss is multiplied with `value`, and the gradients with it. An exception is
     raised when the loss function is called.
 
-    Works under torch.func, with the autograd backend and in a compiled graph. What it can not do:
+    Works under torch.func, with the autograd backend and in a compiled graph. What it cannot do:
 
     - Count in a graph. The wrapper counts its own calls in the Python int `calls`, across windows
       and never back; a graph is traced once, so there a `micro_batch` needs `index`. Calls are also
@@ -108,7 +108,7 @@ def faulty(
 
     Raises:
         ValueError: for a value that is finite, an index without a micro_batch, and, when it is
-            called, for a leaf that is none.
+            called, for a path at which no float leaf stands.
         TypeError: for a value that is neither a number nor an exception.
 
     >>> import functional_amp as fa

@@ -35,7 +35,7 @@ def linear_loss(params: Any, batch: dict[str, Any]) -> Loss:
 
 
 def grads_for(params: Any, seed: int) -> Any:
-    """Random gradients of a parameter tree, as `unscale` gives them; None where there can be none."""
+    """Random gradients of a parameter tree, as `unscale` gives them; None at integer and bool leaves."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(leaf: Tensor) -> Tensor | None:

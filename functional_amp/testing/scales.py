@@ -139,7 +139,7 @@ def flax_scales() -> st.SearchStrategy[DynamicScale]:
 
 
 def scalers() -> st.SearchStrategy[DynamicScale | StaticScale | NoScale]:
-    """Scalers of all rules: torch's, the five other systems', static ones and none.
+    """Scalers of all rules: torch's, the five other systems', static ones and `NoScale`.
 
     >>> from hypothesis import find
     >>> find(scalers(), lambda scaler: isinstance(scaler, StaticScale)).scale

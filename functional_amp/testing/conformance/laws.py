@@ -81,7 +81,7 @@ def member(tree: Any, index: int) -> Any:
 
 
 def vmapped(function: Callable[..., Any], *trees: Any) -> Any:
-    """`torch.func.vmap` over trees with None: torch's pytree takes None for a leaf that can not be mapped over."""
+    """`torch.func.vmap` over trees with None: torch's pytree treats None as a leaf, and vmap refuses such a leaf."""
     flats = [flatten(tree) for tree in trees]
     output_spec: Any = None
 

@@ -21,7 +21,7 @@ GOOD, BAD = torch.tensor(True), torch.tensor(False)
 def check_optimizer(optimizer: Optimizer | Any, params: Any = None, *, compiled: bool = True) -> None:
     """Checks the laws of an optimizer; one line makes a test of it.
 
-    - inputs are not written and outputs are no views of them
+    - inputs are not written, and outputs are not views of them
     - state keeps its structure shapes and dtypes
     - a skipped update is a transaction, bit for bit, and leaves no trace in the next one
     - the same inputs give the same bits

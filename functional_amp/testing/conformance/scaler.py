@@ -146,7 +146,7 @@ def every_field_survives_a_round_trip(scaler: Any) -> None:
     for way, travel in ROUND_TRIPS.items():
         back = travel(scaler)
         assert_same_scaler(back, scaler, f"by {way}")
-        for finite in PATTERN[:4]:  # what is no field shows in the run
+        for finite in PATTERN[:4]:  # what is kept outside the fields shows in the run
             back, expected = updated(back, finite), updated(scaler, finite)
             assert_same_scaler(back, expected, f"after a round trip by {way}")
             scaler = expected

@@ -44,7 +44,7 @@ def check_step(step: Stepper, state: TrainState, batch: Any, *, bad_batch: Any =
         batch: a micro-batch with finite gradients; windows of two are made of it.
         bad_batch: one whose gradients are not finite; by default `batch` with NaN in its float
             leaves, or, where it has none, `batch` on parameters that are NaN.
-        host: whether to look for host reads. A compiled step can not run on fake tensors: False.
+        host: whether to look for host reads. A compiled step cannot run on fake tensors: pass False.
 
     Raises:
         AssertionError: naming the law, the path of the leaf, what was found and what was expected.
