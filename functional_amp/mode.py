@@ -248,3 +248,13 @@ def host_readable(value: Tensor) -> bool:
     """Whether looking at a tensor's number is free: a plain one on a CPU, outside any graph or transform."""
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
     return plain and not in_graph() and not transformed()
+
+
+def kept_whole_in_graphs(leaves: list[Tensor]) -> list[Tensor]:
+    """In a graph, views of the leaves: the compiler drops a Function's backward on a raw one (pytorch#193279)."""
+    return [leaf.view_as(leaf) for leaf in leaves] if in_graph() else leaves
+
+
+def normal(tensor: Tensor) -> Tensor:
+    """A tensor that the engine can record with: those of an inference mode must be copied."""
+    return tensor.clone() if not in_graph() and tensor.is_inference() else tensor

@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_amp.checks import check_bool
 from functional_amp.dtypes import counted, like
 from functional_amp.engine.graphs import Compile, check_compile
+from functional_amp.engine.limits import naming_limits
 from functional_amp.engine.random import seeded
 from functional_amp.engine.runs import Runs
 from functional_amp.engine.scan import scan_window
@@ -25,7 +26,7 @@ from functional_amp.selection import select
 from functional_amp.stages.accumulate import alike
 from functional_amp.stages.aux import aux_mean, aux_sum
 from functional_amp.stages.clip import check_clip, clip
-from functional_amp.stages.differentiate import Backend, backend_in_graphs, check_backend, known_limit, naming_limits
+from functional_amp.stages.differentiate import Backend, backend_in_graphs, check_backend, known_limit
 from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
 from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
@@ -238,8 +239,6 @@ class Step:
         return next_state, metrics
 
     def _scanned(self, state: TrainState, micro_batches: Any, storage: Storage = FRESH) -> tuple[TrainState, Metrics]:
-        """The body of `scan`."""
-
         def accumulated(state: TrainState, micro_batch: Any) -> TrainState:
             return self._accumulated(state, micro_batch, storage if storage.streams else FRESH)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from functional_amp.mode import mode
+from functional_amp.mode import in_graph, mode
 
 T = TypeVar("T")
 
@@ -53,3 +53,8 @@ def materialized(scalar: T) -> T:
     if not isinstance(scalar, Tensor) or mode() != "graph":
         return scalar
     return cast(T, torch.ops.functional_amp.materialize(scalar))
+
+
+def operator(name: str) -> Callable[..., Any] | None:
+    """The operator of a name, in a graph; None outside, where its kernel is called without it."""
+    return getattr(torch.ops.functional_amp, name) if in_graph() else None

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import counted, scalar_dtype
-from functional_amp.engine.operators import before_writing, implement
-from functional_amp.mode import in_graph
+from functional_amp.engine.operators import before_writing, implement, operator
 from functional_amp.torch_private import fused_adam, fused_sgd
 
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None, Tensor], None]
@@ -31,9 +30,10 @@ def run_sgd(
     skip: Tensor,
 ) -> None:
     """SGD without dampening. Buffers start at zero, so the first one is momentum * 0 + gradient."""
-    if in_graph():
+    in_a_graph = operator("sgd_")
+    if in_a_graph is not None:
         lr = _as_operand(lr, skip)
-        torch.ops.functional_amp.sgd_(params, grads, buffers, lr, momentum, weight_decay, nesterov, divisor, skip)
+        in_a_graph(params, grads, buffers, lr, momentum, weight_decay, nesterov, divisor, skip)
         return
     fused_sgd(
         params,
@@ -66,11 +66,10 @@ def run_adam(
     skip: Tensor,
 ) -> None:
     """Adam and AdamW; `count` is the number of updates before this one."""
-    if in_graph():
+    in_a_graph = operator("adam_")
+    if in_a_graph is not None:
         lr, slots = _as_operand(lr, skip), (exp_avgs, exp_avg_sqs)
-        torch.ops.functional_amp.adam_(
-            params, grads, *slots, count, lr, *betas, weight_decay, eps, decoupled, divisor, skip
-        )
+        in_a_graph(params, grads, *slots, count, lr, *betas, weight_decay, eps, decoupled, divisor, skip)
         return
     fused_adam(
         params,

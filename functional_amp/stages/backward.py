@@ -11,13 +11,12 @@ from torch import Tensor
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
 from functional_amp.engine.loans import lending
 from functional_amp.engine.random import random_state
-from functional_amp.mode import finite_cotangents, in_graph, stage, zero_stays_zero
+from functional_amp.mode import finite_cotangents, in_graph, normal, stage, zero_stays_zero
 from functional_amp.registry import new
 from functional_amp.stages.differentiate import (
     Backend,
     check_backend,
     differentiate,
-    normal,
     record_loss,
     recording,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
@@ -12,29 +11,15 @@ import torch
 from torch import Tensor
 
 from functional_amp.engine.graphs import Compile
+from functional_amp.engine.limits import limit_of
 from functional_amp.engine.random import random_state
-from functional_amp.mode import engine_records, in_graph, mode
+from functional_amp.mode import engine_records, kept_whole_in_graphs, mode, normal
 from functional_amp.torch_private import reaches_this_level
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 Backend: TypeAlias = Literal["auto", "func", "autograd"]
-
-LIMITS = {
-    "setup_context": "an autograd.Function without setup_context, such as a custom kernel or an old extension",
-    "saved tensor hooks": "activation checkpointing, or another user of saved-tensor hooks",
-    "expected scalar type": "attention with dropout under autocast on a CPU",
-    "Cannot access data pointer of Tensor that doesn't have storage": "a kernel that asks for addresses, such as "
-    "those of packed sequences, or numpy",
-    "Cannot access storage of TensorWrapper": "something that asks for the storage, such as pickle or deepcopy",
-    "NestedTensorImpl doesn't support": "nested tensors",
-    "backward() called inside a functorch transform": "a backward inside the loss",
-    "You are attempting to call Tensor.requires_grad_()": "requires_grad_() inside the loss",
-    "You are attempting to call Tensor.retain_grad()": "retain_grad() inside the loss",
-    "does not have a vjp": "an operator without a derivative under torch.func",
-}
-"""What torch.func can't differentiate: a part of the message it raises, and what that comes from."""
 
 _by_engine: WeakSet[Any] = WeakSet()
 """The loss functions that torch.func has been found unable to differentiate."""
@@ -62,39 +47,17 @@ def backend_in_graphs(backend: Backend, compile: Compile) -> Backend:
     return "autograd"
 
 
-def naming_limits(function: Callable[P, R], compile: Compile) -> Callable[P, R]:
-    """A part of a compiled step, which says what to do where the compiler meets a limit of torch.func."""
-    if compile is False:
-        return function
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            cause = limit_of(error)
-            if cause is None or in_graph():
-                raise
-            raise RuntimeError(
-                f"{error}\n\nThe loss uses {cause}, which does not work in one graph under torch.func. "
-                "Use compile={'fullgraph': False}, which lets the loss leave the graph, and the autograd engine "
-                "differentiate it: the same values."
-            ) from error
-
-    return wrapped
-
-
 def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> tuple[list[Tensor], Any]:
     """The gradients of a `ScaledLoss` at its leaves, and what it returned beside the scaled loss, without history."""
     if backend == "autograd" or (backend == "auto" and known_limit(scaled_loss.loss_fn)):
         return _by_autograd(scaled_loss, leaves)
-    retries = backend == "auto" and not in_graph() and mode() != "transform"
+    retries = backend == "auto" and mode() in ("eager", "inference")
     before = random_state() if retries else None
     try:
         return _by_func(scaled_loss, leaves)
     except (RuntimeError, NotImplementedError) as error:
         cause = limit_of(error)
-        if cause is None or in_graph():
+        if cause is None:
             raise
         if before is None:
             raise RuntimeError(
@@ -132,17 +95,9 @@ def _remember_limit(loss_fn: Any, cause: str) -> None:
     )
 
 
-def limit_of(error: BaseException) -> str | None:
-    """What a message of torch.func comes from, or None for any other error."""
-    text = str(error)
-    return next((cause for part, cause in LIMITS.items() if part in text), None)
-
-
 def _by_func(scaled_loss: Any, leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
     def reaching(leaves: list[Tensor]) -> Any:
-        if in_graph():  # the compiler drops the backward of an autograd.Function on a raw leaf: pytorch#193279
-            leaves = [leaf.view_as(leaf) for leaf in leaves]
-        scaled, out = scaled_loss(leaves)
+        scaled, out = scaled_loss(kept_whole_in_graphs(leaves))
         if not scaled_loss.may_be_constant and not reaches_this_level(scaled):
             _refuse_constant()
         return scaled, out
@@ -194,8 +149,3 @@ def _refuse_constant() -> None:
         "zero. Look for a detach, a no_grad or a copy of the parameters in the loss; where it is meant, return "
         "Loss(value, weight=0)."
     )
-
-
-def normal(tensor: Tensor) -> Tensor:
-    """A tensor that the engine can record with: those of an inference mode must be copied."""
-    return tensor.clone() if not in_graph() and tensor.is_inference() else tensor

@@ -13,13 +13,13 @@ from functional_amp.dtypes import accumulation_dtype, is_differentiable, widened
 from functional_amp.engine.lease import Lease
 from functional_amp.engine.loans import lending
 from functional_amp.engine.storage import Storage
-from functional_amp.mode import in_graph, mode, stage
+from functional_amp.engine.unwritten import unwritten
+from functional_amp.mode import mode, stage
 from functional_amp.registry import new, with_fields
 from functional_amp.stages.accumulate import accumulate, add
 from functional_amp.stages.addition import added
 from functional_amp.stages.backward import ScaledLoss, scale_backward
 from functional_amp.stages.differentiate import Backend, check_reached, record_loss, recording
-from functional_amp.stages.unwritten import unwritten
 from functional_amp.tree import PyTree, check_leaf, check_structure, flatten, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, is_one, weight_tensor
 from functional_amp.values.scaler import Scaler
@@ -41,15 +41,12 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
     Calls `loss_fn(params, micro_batch)`, or with the buffers as third argument where the state has some.
     """
 
-    first_call = [True]
+    unseen = [None]
 
     @functools.wraps(loss_fn)
     def loss_of(params: PyTree, micro_batch: Any, buffers: PyTree) -> Loss:
-        first = not in_graph() and bool(first_call)
-        with unwritten((params, buffers), on_copies=first) as (params, given):
+        with unwritten((params, buffers), unseen) as (params, given):
             returned = loss_fn(params, micro_batch) if buffers is None else loss_fn(params, micro_batch, given)
-        if first:
-            first_call.clear()
         loss = as_loss(returned)
         if buffers is None and loss.buffers is not None:
             raise ValueError(

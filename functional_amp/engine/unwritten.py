@@ -17,15 +17,15 @@ _CAPTURED = "would mutate a captured Tensor"
 
 
 @contextmanager
-def unwritten(given: tuple[PyTree, PyTree], *, on_copies: bool) -> Iterator[tuple[PyTree, PyTree]]:
+def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tuple[PyTree, PyTree]]:
     """Raises where a loss function writes in place to the buffers or to an integer leaf that it is given.
 
     A skip could not take such a write back.
 
     Args:
         given: the parameters and the buffers.
-        on_copies: whether the loss function is given copies, so that the first call that is refused has
-            written to nothing of the state. Later calls compare version counters alone.
+        unseen: empty after a first call in eager mode. That one is given copies, so that a loss function that
+            is refused has written to nothing of the state. Later calls compare version counters alone.
 
     Raises:
         RuntimeError: naming the leaves.
@@ -41,6 +41,7 @@ def unwritten(given: tuple[PyTree, PyTree], *, on_copies: bool) -> Iterator[tupl
                 raise RuntimeError(f"{_message('what it was given')}\n\n{error}") from error
             raise
         return
+    on_copies = not in_graph() and bool(unseen)
     flat = flatten(given)
     trained = len(flatten(given[0]).leaves)
     watched = {
@@ -56,6 +57,8 @@ def unwritten(given: tuple[PyTree, PyTree], *, on_copies: bool) -> Iterator[tupl
     before = {index: leaf._version for index, leaf in watched.items()}
     leaves: list[Any] = [watched.get(index, leaf) for index, leaf in enumerate(flat.leaves)]
     yield flat.unflatten(leaves)
+    if on_copies:
+        unseen.clear()
     written = [index for index, leaf in watched.items() if leaf._version != before[index]]
     if written:
         names = [*paths(given[0]), *paths(given[1])]
