@@ -109,3 +109,20 @@ def levels(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         tensor = functorch.get_unwrapped(tensor)
     yield tensor
+
+
+def comptime() -> Any:
+    """What has a function called once by dynamo, where it is called itself; importing it takes a second."""
+    from torch._dynamo.comptime import comptime
+
+    return comptime
+
+
+def traced_locals(context: Any) -> Any:
+    """What dynamo knows of the local variables where `comptime` was called."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+
+
+def traced_version(variable: Any) -> int:
+    """The version counter of the stand-in of a traced tensor."""
+    return variable.proxy.node.meta["example_value"]._version

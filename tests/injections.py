@@ -71,6 +71,21 @@ class Injection:
     factor: float | None = None
 
 
+def as_function(module: nn.Module) -> tuple[Callable[..., tuple[Any, dict[str, Tensor]]], dict[str, Tensor], Any]:
+    """A module as `apply(params, buffers, *args) -> (output, buffers)`, by torch's own functional call.
+
+    It takes a module that is spoiled from outside afterwards, as `from_module` would not.
+    """
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+
+    def apply(params: Any, buffers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+        after = {name: b.clone() for name, b in buffers.items()}
+        return torch.func.functional_call(module, {**params, **after}, args, kwargs), after
+
+    return apply, params, buffers
+
+
 def inject(template: nn.Module, draw: random.Random, leaves: list[str]) -> Injection:
     """Spoils the output of one of these modules, drawn at random, while the injection is active."""
     injection = Injection(draw.choice(leaves), draw.choice(list(KINDS)))

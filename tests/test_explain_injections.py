@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functional_amp as fa
-from tests.injections import check_injection
+from tests.injections import as_function, check_injection
 from tests.models import MLP, ConvNet, Transformer
 from tests.plants import Case, Encoder, Gated, Repeated
 
@@ -42,17 +42,18 @@ def clean(draw: random.Random) -> tuple[Case, nn.Module, list[str]]:
     """A window of one to three micro-batches of a random model, finite but for what is injected."""
     name = draw.choice(list(MODELS))
     make, data = MODELS[name]
-    apply, params, buffers = fa.from_module(make())
+    module = make()
+    apply, params, buffers = as_function(module)
 
     def loss_fn(params: Any, x: Tensor, *given: Any) -> Any:
-        out, after = apply.with_buffers(params, given[0], x) if given else (apply(params, x), None)
+        out, after = apply(params, given[0] if given else {}, x)
         value = F.cross_entropy(out.float().flatten(0, -2), torch.zeros(out.shape[:-1].numel(), dtype=torch.long))
-        return fa.Loss(value, buffers=after)
+        return fa.Loss(value, buffers=after if given else None)
 
     window = [data() for _ in range(draw.choice([1, 2, 3]))]
-    leaves = [name for name, module in apply.template.named_modules() if name and not list(module.children())]
+    leaves = [name for name, layer in module.named_modules() if name and not list(layer.children())]
     loss = loss_fn if name == "recurrent" else fa.autocast(loss_fn, torch.float16)
-    return Case(loss, params, window, 2.0**10, buffers or None), apply.template, leaves
+    return Case(loss, params, window, 2.0**10, buffers or None), module, leaves
 
 
 @pytest.mark.parametrize("trial", range(8))

@@ -18,6 +18,7 @@ from functional_amp.debug import explain
 from functional_amp.debug.locate import Locator
 from functional_amp.debug.provenance import Provenance
 from functional_amp.tree import flatten
+from tests.injections import as_function
 from tests.models import PROBLEMS, Problem, mlp, transformer
 from tests.plants import PLANTS
 
@@ -142,7 +143,7 @@ def everything(state: fa.TrainState, window: Any) -> tuple[list[Tensor], list[An
 @pytest.mark.parametrize("raises", [False, True])
 def test_nothing_is_written(raises: bool, seed: int | None, backend: Any) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
-    apply, params, buffers = fa.from_module(module)
+    apply, params, buffers = as_function(module)
     calls = 0
 
     class Failure(Exception):
@@ -154,10 +155,10 @@ def test_nothing_is_written(raises: bool, seed: int | None, backend: Any) -> Non
         if raises and calls == 2:
             raise Failure
 
-    apply.template[3].register_forward_pre_hook(fails)  # pyright: ignore[reportIndexIssue]
+    module[3].register_forward_pre_hook(fails)
 
     def loss_fn(params: Any, x: Tensor, buffers: Any) -> fa.Loss:
-        out, buffers = apply.with_buffers(params, buffers, x)
+        out, buffers = apply(params, buffers, x)
         return fa.Loss(out.float().square().sum() * 1e6, buffers=buffers)
 
     loss_fn = fa.autocast(loss_fn, torch.float16)

@@ -12,7 +12,7 @@ from torch import nn
 
 import functional_amp as fa
 from tests.explained import check_answers, explained
-from tests.injections import check_injection
+from tests.injections import as_function, check_injection
 from tests.plants import INF, MATMUL, Case, Plant, scaled_
 
 hf: Any = pytest.importorskip("transformers")
@@ -87,9 +87,9 @@ def images(n: int) -> list[Any]:
 
 
 def trained(model: nn.Module, window: list[Any], scale: float) -> tuple[Case, nn.Module]:
-    apply, params, _ = fa.from_module(model)
-    loss_fn = fa.autocast(lambda params, batch: apply(params, **batch).loss.float(), torch.float16)
-    return Case(loss_fn, params, window, scale), apply.template
+    apply, params, buffers = as_function(model)
+    loss_fn = fa.autocast(lambda params, batch: apply(params, buffers, **batch)[0].loss.float(), torch.float16)
+    return Case(loss_fn, params, window, scale), model
 
 
 def nan_in_the_embedding() -> Case:

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*quantiz.*"),
+    pytest.mark.filterwarnings("ignore:backend='auto':UserWarning"),
 ]
 
 

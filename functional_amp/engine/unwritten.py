@@ -10,6 +10,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import is_differentiable
 from functional_amp.mode import in_graph, mode
+from functional_amp.torch_private import comptime, traced_locals, traced_version
 from functional_amp.tree import PyTree, flatten, paths
 
 _CAPTURED = "would mutate a captured Tensor"
@@ -30,10 +31,17 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tupl
     Raises:
         RuntimeError: naming the leaves.
     """
-    if mode() == "transform" and in_graph():
-        yield given  # torch.func refuses such a write, and the compiler what catches the refusal
+    how = mode()
+    if in_graph():
+        if how == "transform":
+            yield given  # torch.func refuses such a write, and the compiler what catches the refusal
+            return
+        watched = [leaf for leaf in _watched(given).values()]
+        _compare(watched, False)
+        yield given
+        _compare(watched, True)
         return
-    if mode() != "eager" and not in_graph():
+    if how != "eager":
         try:
             yield given
         except RuntimeError as error:
@@ -41,16 +49,8 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tupl
                 raise RuntimeError(f"{_message('what it was given')}\n\n{error}") from error
             raise
         return
-    on_copies = not in_graph() and bool(unseen)
-    flat = flatten(given)
-    trained = len(flatten(given[0]).leaves)
-    watched = {
-        index: leaf.clone() if on_copies else leaf
-        for index, leaf in enumerate(flat.leaves)
-        if isinstance(leaf, Tensor)
-        and (in_graph() or not leaf.is_inference())
-        and (index >= trained or not is_differentiable(leaf))
-    }
+    on_copies, flat = bool(unseen), flatten(given)
+    watched = {i: leaf.clone() if on_copies else leaf for i, leaf in _watched(given).items() if not leaf.is_inference()}
     if not watched:
         yield given
         return
@@ -63,6 +63,34 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tupl
     if written:
         names = [*paths(given[0]), *paths(given[1])]
         raise RuntimeError(_message(str([names[index] for index in written])))
+
+
+def _watched(given: tuple[PyTree, PyTree]) -> dict[int, Tensor]:
+    """The tensors that a loss function must not write to, by their places."""
+    leaves, trained = flatten(given).leaves, len(flatten(given[0]).leaves)
+    return {
+        index: leaf
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and (index >= trained or not is_differentiable(leaf))
+    }
+
+
+_traced: list[list[int]] = []
+"""The version counters of what is watched, while a graph is traced."""
+
+
+def _compare(watched: list[Tensor], done: bool) -> None:
+    """The same while a graph is traced, by the counters of the compiler's stand-ins; nothing is left in the graph."""
+    comptime()(_look)
+
+
+def _look(context: Any) -> None:
+    local = traced_locals(context)
+    versions = [traced_version(variable) for variable in local["watched"].items]
+    if not local["done"].as_python_constant():
+        _traced.append(versions)
+    elif _traced.pop() != versions:
+        raise RuntimeError(_message("what it was given"))
 
 
 def _message(what: str) -> str:

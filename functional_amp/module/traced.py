@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._dynamo.comptime import comptime
 
 from functional_amp.module.lender import Lender
 from functional_amp.module.reach import CONTAINERS, walk
 from functional_amp.module.rehearsal import refuse_changes, refuse_foreign, refuse_writes, unwrapped
 from functional_amp.module.templates import Tensors
+from functional_amp.torch_private import comptime
 
 _REHEARSE = " Or call apply once outside of the graph: that finds what is written before it is read."
 
@@ -53,7 +53,7 @@ def traced_call(lender: Lender, fixed: Tensors, copies: Tensors, method: str, ar
 
 def _compare(lender: Lender, fixed: Tensors, done: bool) -> None:
     """While a graph is traced, refuses what the forward has changed; nothing is left of it in the graph."""
-    comptime(_look)
+    comptime()(_look)
 
 
 def _look(context: Any) -> None:
