@@ -101,8 +101,8 @@ def check_twenty_windows(problem: Problem, form: str, backend: Any) -> None:
     [
         ("mlp", "whole", "func"),
         ("mlp", "halves", "autograd"),
-        ("conv_net", "halves", "func"),
-        ("transformer", "whole", "func"),
+        pytest.param("conv_net", "halves", "func", marks=pytest.mark.slow),
+        pytest.param("transformer", "whole", "func", marks=pytest.mark.slow),
         pytest.param("conv_net", "whole", "autograd", marks=pytest.mark.slow),
         pytest.param("mlp", "whole", "autograd", marks=pytest.mark.slow),
         pytest.param("mlp", "halves", "func", marks=pytest.mark.slow),
@@ -118,7 +118,8 @@ def test_one_graph_and_no_recompilation_over_twenty_windows(name: str, form: str
 
 
 @pytest.mark.parametrize(
-    ("form", "backend"), [("halves", "autograd"), pytest.param("whole", "func", marks=pytest.mark.slow)]
+    ("form", "backend"),
+    [pytest.param(*way, marks=pytest.mark.slow) for way in (("halves", "autograd"), ("whole", "func"))],
 )
 def test_a_compiled_step_with_dropout_replays_from_a_seed(form: str, backend: Any):
     problem, optimizer = transformer(dropout=0.3), fa.adam(1e-2)

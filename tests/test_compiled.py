@@ -39,8 +39,8 @@ def windows(problem: Problem, lengths: tuple[int, ...], bad: int) -> list[list[A
 @pytest.mark.parametrize(
     ("name", "backend", "donate"),
     [
-        ("conv_net", "func", True),
         ("mlp", "autograd", False),
+        pytest.param("conv_net", "func", True, marks=pytest.mark.slow),
         pytest.param("mlp", "autograd", True, marks=pytest.mark.slow),
         pytest.param("transformer", "func", True, marks=pytest.mark.slow),
         pytest.param("transformer", "autograd", True, marks=pytest.mark.slow),
@@ -106,6 +106,7 @@ def test_a_skipped_window_is_a_transaction_in_a_donating_compiled_step():
     assert_identical((state.params, state.opt_state, state.buffers), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_twelve_steps_in_one_process_do_not_use_up_the_compilers_limit(by_hand):
     for index in range(12):  # the limit is 8 graphs for each code object
@@ -232,7 +233,11 @@ def test_scan_equals_the_loop_over_the_window_in_eager_mode(donate):
 
 
 @pytest.mark.parametrize(
-    ("name", "donate"), [("conv_net", True), pytest.param("transformer", False, marks=pytest.mark.slow)]
+    ("name", "donate"),
+    [
+        ("mlp", True),
+        *(pytest.param(name, name == "conv_net", marks=pytest.mark.slow) for name in ("conv_net", "transformer")),
+    ],
 )
 def test_scan_compiles_to_one_graph_with_one_micro_step_in_it(name, donate):
     problem = PROBLEMS[name]()
