@@ -179,6 +179,7 @@ class Leases:
             last = result if isinstance(result, TrainState) else cast(Any, result)[0]
             lease.hold(last)
             self._last[:] = [(lease, weakref.ref(last, self._drop))]
+            return result  # in here: a result that an interrupt keeps from the caller is lost
         except BaseException:
             if lease.written == "state":
                 _replace(state, {"_gone": LOST})
@@ -188,7 +189,6 @@ class Leases:
             else:
                 _replace(state, fields)
             raise
-        return result
 
     def _take(self, state: TrainState) -> tuple[Lease, bool]:
         try:
