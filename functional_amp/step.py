@@ -85,7 +85,6 @@ class Step:
             total = accumulate(total, grads)
         grads, norm = clip(total, max_norm)
         finite = all_finite(grads, norm=norm)
-        scaler = update_scale(state.scaler, finite)
         params, opt_state = maybe_step(optimizer, params, opt_state, grads, finite)
         scaler = update_scale(scaler, finite)
 

@@ -52,6 +52,8 @@ class Lease(Fresh):
 
     def hold(self, state: TrainState) -> None:
         """Takes note of a state that is about to be returned."""
+        if state.window is None:
+            self.close_window(flatten(state.params).leaves)
         flat = _leaves_of(state)
         if all([type(leaf) is Tensor for leaf in flat.leaves if isinstance(leaf, Tensor)]):
             self._held, self._places = flat, _places(flat.leaves)
@@ -142,7 +144,7 @@ class Lease(Fresh):
     def close_window(self, params: list[Tensor]) -> None:
         """Lets go of the sums, and of copies that the engine recorded with in place of the parameters."""
         self._sums = []
-        if not same_leaves(self._recorded[0], params):
+        if not {id(leaf) for leaf in self._recorded[0]} <= {id(leaf) for leaf in params}:
             self._recorded = ([], [])
 
 
