@@ -20,6 +20,7 @@ from functional_amp.stages.differentiate import (
     record_loss,
     recording,
 )
+from functional_amp.stages.freeze import frozen_leaves
 from functional_amp.torch_private import torch_pytree
 from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
@@ -50,7 +51,7 @@ def scale_backward(
         loss_fn: `loss_fn(params, *batch)` returns a scalar tensor or a `Loss`.
         scaler: gives the scale; it is not changed.
         params: a pytree of tensors. Float and complex leaves are differentiated; integer and bool
-            leaves and None have no gradient (None).
+            leaves, leaves that `freeze` names and None have no gradient (None).
         batch: whatever the loss function takes after the parameters.
         weight: the weight of this micro-batch, where the loss function returns a plain scalar.
         backend: "func" is `torch.func.grad_and_value`. "autograd" gives the same values through the
@@ -169,7 +170,8 @@ class ScaledLoss:
         if in_graph():
             _look_at_floats(batch)
         self._flat = flatten_tensors(params, "params")
-        self._wanted = [index for index, leaf in enumerate(self._flat.leaves) if is_differentiable(leaf)]
+        kept = frozen_leaves(loss_fn, params, self._flat.leaves)
+        self._wanted = [i for i, leaf in enumerate(self._flat.leaves) if is_differentiable(leaf) and not kept[i]]
         if not self._wanted:
             found = {
                 path: str(leaf.dtype)
@@ -178,7 +180,7 @@ class ScaledLoss:
             }
             raise TypeError(
                 f"params: found no floating-point leaf to differentiate, only {found or 'an empty tree'}. "
-                "Cast the parameters to float32, or pass the tree that holds them."
+                "Cast the parameters to float32, or pass the tree that holds them; leave some out of freeze."
             )
         self.guarded = self._batch, self._scale = finite_cotangents((batch, normal(scaler.scale)))
         self._structure: list[Any] = []
