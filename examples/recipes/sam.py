@@ -30,7 +30,7 @@ def make_windows() -> Iterator[list[Batch]]:
 def main() -> tuple[dict[str, Tensor], list[float]]:
     """Gives the parameters, and the scale after each window."""
     apply, params, _ = fa.from_module(make_model())
-    optimizer, scaler, scales = fa.sgd(0.1, momentum=0.9), fa.DynamicScale(2.0**24), []
+    optimizer, scaler, scales = fa.sgd(0.1, momentum=0.9), fa.DynamicScale(2.0**20), []
     opt_state = optimizer.init(params)
 
     def loss_fn(params: dict[str, Tensor], batch: Batch) -> Tensor:
