@@ -45,9 +45,11 @@ def main(recompute: bool = True) -> fa.TrainState:
     # torch.func can't differentiate through a checkpoint: the engine does. backend="auto" would find that out.
     step = fa.make_step(fa.autocast(loss_fn, torch.float16), optimizer, backend="autograd", donate=True)
     state = fa.init_state(params, optimizer, fa.DynamicScale(2.0**10))
+    losses = []
     for number, x in enumerate(make_batches()):
         state, metrics = step(state, [x], seed=number)
-    print(f"loss {metrics.loss:.3f}, applied {state.applied}")
+        losses.append(metrics.loss)
+    print(f"loss {losses[-1]:.3f}, applied {state.applied}")
     return state
 
 

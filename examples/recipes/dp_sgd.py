@@ -51,6 +51,7 @@ def main(noise_multiplier: float = 1.0, scaler: fa.Scaler | None = None) -> dict
         params, opt_state = fa.maybe_step(optimizer, params, opt_state, optree.tree_map(privatized, grads), finite)
         scaler = fa.update_scale(scaler, finite)
 
+    x, y = next(make_batches())
     accuracy = (apply(params, x).argmax(dim=1) == y).float().mean()
     print(f"accuracy {accuracy:.2f}, {opt_state.step} updates, scale {scaler.scale:.0f}")
     return params

@@ -26,7 +26,7 @@ def make_data() -> tuple[list[Data], Data]:
     """Few and noisy examples, so that the model begins to learn them by heart; and others to judge by."""
     random = torch.Generator().manual_seed(1)
     x = torch.randn(256, 4, generator=random)
-    y = x[:, :1].sin() * x[:, 1:2] + 0.5 * torch.randn(256, 1, generator=random)
+    y = x[:, :2].sin().sum(dim=1, keepdim=True) + 0.5 * torch.randn(256, 1, generator=random)
     return list(zip(x[:64].split(16), y[:64].split(16), strict=True)), (x[64:], y[64:])
 
 
@@ -49,7 +49,7 @@ def main(directory: Path | None = None) -> tuple[fa.TrainState, list[float]]:
             for number, batch in enumerate(training):
                 state, metrics = step(state, [batch], seed=epoch * len(training) + number)
                 history = debug.record(history, metrics)
-            history.to_tensorboard(directory)  # the windows of this epoch: the host reads once an epoch
+            history.to_tensorboard(writer)  # the windows of this epoch: the host reads once an epoch
 
             losses.append(mse_loss(evaluate(state.params, x), y).item())
             writer.add_scalar("validation/loss", losses[-1], epoch)

@@ -54,7 +54,8 @@ def main() -> tuple[fa.TrainState, dict[str, Tensor]]:
     fa.save(path, fa.state_dict(state, **{f"ema.{name}": leaf for name, leaf in average.items()}))
     flat = fa.load(path)  # the run and its average, in one file
     average = {name: flat[f"extra/ema.{name}"] for name in average}
-    loss, smooth = (mse_loss(apply(p, batch[0]), batch[1]) for p in (state.params, average))
+    x, y = next(make_batches())
+    loss, smooth = (mse_loss(apply(p, x), y) for p in (state.params, average))
     print(f"loss {loss:.3f}, of the average {smooth:.3f}; applied {state.applied}, skipped {state.skipped}")
     return state, average
 

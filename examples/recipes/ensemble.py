@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import functional_amp as fa
 
-MEMBERS, WINDOWS = 4, 12
+MEMBERS, WINDOWS = 3, 8
 
 
 def make_models() -> list[nn.Module]:
@@ -52,11 +51,12 @@ def init(params: dict[str, Tensor]) -> fa.TrainState:
 
 def main() -> fa.TrainState:
     """Gives the states of the members, stacked."""
-    params = optree.tree_map(lambda *leaves: torch.stack(leaves), *[fa.from_module(model).params for model in models])
+    members = [fa.from_module(model).params for model in models]
+    params = {name: torch.stack([member[name] for member in members]) for name in members[0]}
     ensemble, all_members = torch.func.vmap(init)(params), torch.func.vmap(step)
     for batch in make_batches():
         ensemble, metrics = all_members(ensemble, [batch])
-    print(f"losses {metrics.loss.tolist()}\nskipped {ensemble.skipped.tolist()}, scales {metrics.scale.tolist()}")
+        print(f"losses {metrics.loss.tolist()}, applied {metrics.applied.tolist()}")
     return ensemble
 
 

@@ -42,11 +42,13 @@ def main() -> fa.TrainState:
     step = fa.make_step(head_only, optimizer, max_norm=1.0)
     state = fa.init_state(params, optimizer)
 
+    losses = []
     for window, batch in enumerate(make_batches()):
         if window == FROZEN:
             step = dataclasses.replace(step, loss_fn=loss_fn)
         state, metrics = step(state, [batch])
-    print(f"loss {metrics.loss:.3f}; updates of the body {state.opt_state['body'].step}, of the head {state.applied}")
+        losses.append(metrics.loss)
+    print(f"loss {losses[-1]:.3f}; updates of the body {state.opt_state['body'].step}, of the head {state.applied}")
     return state
 
 

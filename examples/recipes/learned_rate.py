@@ -7,7 +7,7 @@ from torch import Tensor
 
 import functional_amp as fa
 
-INNER, OUTER = 5, 60  # updates that are unrolled, and updates of the rate
+INNER, OUTER = 5, 20  # updates that are unrolled, and updates of the rate
 CURVATURE = torch.tensor([1.0, 0.25])
 
 
@@ -32,7 +32,7 @@ def main() -> tuple[float, list[float]]:
     log_rate, derivatives = torch.tensor(0.1).log(), []
     for _ in range(OUTER):
         slope = torch.func.grad(loss_after)(log_rate)
-        log_rate = log_rate - 0.2 * slope
+        log_rate = log_rate - 0.5 * slope
         derivatives.append(slope.item())
     print(f"rate {log_rate.exp():.3f}, loss after {INNER} windows {loss_after(log_rate):.4f}")
     return log_rate.exp().item(), derivatives

@@ -19,8 +19,9 @@ WINDOWS, WORDS = 8, 32
 def make_model() -> Any:
     """A small GPT-2 in half precision, with adapters. PEFT freezes the base and keeps the adapters in float32."""
     torch.manual_seed(0)
-    size = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, attn_implementation="eager")).half()
+    size: dict[str, Any] = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=0)
+    base = transformers.GPT2LMHeadModel(config).half()
     adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
     return peft.get_peft_model(base, adapters).eval()  # eval: the base has dropout
 
@@ -45,10 +46,12 @@ def main() -> tuple[fa.TrainState, nn.Module]:
     optimizer = fa.adamw(5e-2)
     step = fa.make_step(loss_fn, optimizer, max_norm=1.0)  # no autocast: the base computes in its own dtype
     state = fa.init_state(params, optimizer, fa.DynamicScale(2.0**22))
+    losses = []
     for window in make_windows():
         state, metrics = step(state, window)
+        losses.append(metrics.loss)
     fa.to_module(model, state.params)  # now model.save_pretrained(folder) writes the adapters
-    print(f"loss {metrics.loss:.3f}, applied {state.applied}, skipped {state.skipped}")
+    print(f"loss {losses[-1]:.3f}, applied {state.applied}, skipped {state.skipped}")
     return state, model
 
 

@@ -51,9 +51,11 @@ def main(eta: float = 0.01) -> fa.TrainState:
     optimizer = noisy(fa.sgd(0.1, momentum=0.9), eta)
     step = fa.make_step(fa.autocast(loss_fn, torch.float16), optimizer, max_norm=1.0)
     state = fa.init_state(params, optimizer, fa.DynamicScale(2.0**19))  # too high: t counts what is applied
+    losses = []
     for number, batch in enumerate(make_batches()):
         state, metrics = step(state, [batch], seed=number)  # the noise of a window depends on its seed alone
-    print(f"loss {metrics.loss:.3f}, {state.opt_state['t']} updates, skipped {state.skipped}")
+        losses.append(metrics.loss)
+    print(f"loss {losses[-1]:.3f}, {state.opt_state['t']} updates, skipped {state.skipped}")
     return state
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 import functional_amp as fa
 
+Policy = Callable[[Tensor], Tensor]
 WINDOWS, GAMES, STEPS, GOAL = 40, 64, 6, 3.0
 
 
@@ -21,7 +25,7 @@ def observed(position: Tensor, time: int) -> Tensor:
 
 
 @torch.no_grad()
-def play(policy: nn.Module, random: torch.Generator) -> tuple[Tensor, Tensor]:
+def play(policy: Policy, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Actions of shape (steps, games), and what each game earned: it should end at the goal."""
     position, actions = torch.zeros(GAMES), []
     for time in range(STEPS):
@@ -31,7 +35,7 @@ def play(policy: nn.Module, random: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.stack(actions), -(position - GOAL).abs()
 
 
-def loss_of(policy: nn.Module, episode: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def loss_of(policy: Policy, episode: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The loss of the policy, and that of the baseline."""
     actions, earned = episode
     position, chosen, missed = torch.zeros(GAMES), [], []
@@ -50,15 +54,15 @@ def main() -> tuple[fa.TrainState, list[float]]:
     apply, params, _ = fa.from_module(policy)
 
     def loss_fn(params: dict[str, Tensor], episode: tuple[Tensor, Tensor]) -> fa.Loss:
-        chosen, missed = loss_of(lambda x: apply(params, x), episode)
+        chosen, missed = loss_of(functools.partial(apply, params), episode)
         return fa.Loss(chosen + 0.5 * missed, aux={"policy": chosen, "baseline": missed})
 
     optimizer, random, earnings = fa.adam(2e-2), torch.Generator().manual_seed(1), []
     step = fa.make_step(fa.autocast(loss_fn, torch.float16), optimizer, max_norm=1.0)
     state = fa.init_state(params, optimizer)
     for _ in range(WINDOWS):
-        episode = play(lambda x: apply(state.params, x), random)
-        state, metrics = step(state, [episode])
+        episode = play(functools.partial(apply, state.params), random)
+        state, _ = step(state, [episode])
         earnings.append(episode[1].mean().item())
     print(f"earned {earnings[0]:.2f} at first, {earnings[-1]:.2f} in the end; skipped {state.skipped}")
     return state, earnings

@@ -36,7 +36,7 @@ def insist(step: fa.Step, state: fa.TrainState, window: Sequence[Batch], seed: i
         state, metrics = step(state, window, seed=seed)  # the seed repeats the dropout
         if metrics.applied:  # a host read, outside the step
             return state
-    raise RuntimeError(f"found a window that overflowed {ATTEMPTS} times, down to a scale of {metrics.scale}")
+    raise RuntimeError(f"found a window that overflowed {ATTEMPTS} times, down to a scale of {state.scaler.scale}")
 
 
 def main(scaler: fa.Scaler | None = None) -> fa.TrainState:

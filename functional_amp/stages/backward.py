@@ -20,7 +20,7 @@ from functional_amp.stages.differentiate import (
     record_loss,
     recording,
 )
-from functional_amp.stages.freeze import frozen_leaves
+from functional_amp.stages.freeze import call, frozen_leaves
 from functional_amp.torch_private import torch_pytree
 from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
@@ -203,7 +203,7 @@ class ScaledLoss:
         every = list(self._flat.leaves)
         for index, leaf in zip(self._wanted, leaves, strict=True):
             every[index] = leaf
-        loss = as_loss(self.loss_fn(self._flat.unflatten(every), *self._batch), self._weight)
+        loss = as_loss(call(self.loss_fn, self._flat.unflatten(every), *self._batch), self._weight)
         self.may_be_constant = is_zero(loss.weight)
         # A half-precision loss times the scale would overflow: 65504 is its largest number.
         value = loss.value.to(accumulation_dtype(loss.value.dtype))

@@ -12,7 +12,14 @@ from functional_amp.dtypes import divided, is_differentiable, is_finite, like, n
 from functional_amp.engine.norm import max_abs
 from functional_amp.mode import stage, stop_gradient_where
 from functional_amp.tree import PyTree, flatten_tensors
-from functional_amp.values.grads import ScaledGrads, check_not_stacked, check_plain, check_scaled, denominator, is_valid_divisor
+from functional_amp.values.grads import (
+    ScaledGrads,
+    check_not_stacked,
+    check_plain,
+    check_scaled,
+    denominator,
+    is_valid_divisor,
+)
 
 
 class Unscaled(NamedTuple):
