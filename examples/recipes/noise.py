@@ -34,7 +34,7 @@ def noisy(optimizer: fa.Optimizer, eta: float, gamma: float = 0.55) -> fa.Optimi
 
     def update(grads: fa.PyTree, state: fa.PyTree, params: fa.PyTree) -> tuple[fa.PyTree, fa.PyTree]:
         std = (eta / (1 + state["t"]) ** gamma).sqrt()
-        grads = optree.tree_map(lambda grad: grad + std * torch.randn_like(grad), grads)  # in true units, unclipped
+        grads = optree.tree_map(lambda grad: grad + std * torch.randn_like(grad), grads)  # in true units
         updates, inner = optimizer.update(grads, state["inner"], params)
         return updates, {"t": state["t"] + 1, "inner": inner}
 
