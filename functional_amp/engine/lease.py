@@ -71,16 +71,16 @@ class Lease(Fresh):
             self.written = what
 
     @contextmanager
-    def unseen_writes(self, what: Literal["window", "state"]) -> Iterator[None]:
-        """Around a graph, which keeps no books: what it had written when it raised nobody knows.
+    def in_graph(self, what: Literal["window", "state"]) -> Iterator[None]:
+        """Around a graph, which announces its writes to a state, but none to the sums of a window.
 
-        Where it raises while it is made, nothing has run. Where it does not, it has written.
+        Where it raises while it is made, nothing has run.
         """
         try:
             yield
         except BaseException as error:
             if not _while_compiling(error):
-                self.writing(what)
+                self.writing("window")
             raise
         self.writing(what)
 
