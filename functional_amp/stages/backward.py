@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
+from functional_amp.engine.frozen import call
 from functional_amp.engine.loans import lending
 from functional_amp.engine.random import random_state
 from functional_amp.mode import finite_cotangents, in_graph, normal, stage, zero_stays_zero
@@ -20,7 +21,7 @@ from functional_amp.stages.differentiate import (
     record_loss,
     recording,
 )
-from functional_amp.stages.freeze import call, frozen_leaves
+from functional_amp.stages.freeze import frozen_leaves
 from functional_amp.torch_private import torch_pytree
 from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted

@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_amp.checks import LARGEST, check_number
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like, scalar_dtype, widened
 from functional_amp.engine.norm import Norm, norm_of
-from functional_amp.mode import mode, stage, stop_gradient_where
+from functional_amp.mode import mode, one_of_many, stage, stop_gradient_where
 from functional_amp.registry import with_fields
 from functional_amp.stages.unscale import all_finite, gradient_leaves
 from functional_amp.tree import PyTree, flatten_tensors
@@ -109,8 +109,8 @@ def _clipped(grads: ScaledGrads, norm: Norm, max_norm: float | None, eps: float)
     if max_norm is None:
         return grads
     coefficient = _coefficient(norm, norm.value(), max_norm, eps)
-    if mode() == "transform":
-        # Under vmap each example has its coefficient: carried, it would be lost where somebody averages the trees.
+    if one_of_many():
+        # Each example has its own coefficient: in the scale, it would be lost where somebody averages the trees.
         flat = flatten_tensors(grads.tree, "grads")
         leaves = [_multiplied(widened(leaf), coefficient) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
         return with_fields(grads, tree=flat.unflatten(leaves))

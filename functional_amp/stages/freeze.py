@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from functional_amp.mode import in_graph
+from functional_amp.engine.frozen import frozen_by, hidden, show
 from functional_amp.tree import PyTree, described, paths
 from functional_amp.values.grads import Loss, check_loss_fn
 
 F = TypeVar("F", bound=Callable[..., Tensor | Loss])
-_NAME = "_functional_amp_frozen"
-
-
-class _Calls(threading.local):
-    """What the `scale_backward` of this thread leaves undifferentiated while it calls a loss function; None outside."""
-
-    frozen: tuple[Any, ...] | None = None
-
-
-_calls = _Calls()
 
 
 def freeze(loss_fn: F, frozen: Callable[[str, Tensor], bool]) -> F:
@@ -62,34 +51,23 @@ def freeze(loss_fn: F, frozen: Callable[[str, Tensor], bool]) -> F:
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not in_graph() and _calls.frozen is not None and frozen not in _calls.frozen:
+        if hidden(frozen):
             raise RuntimeError(
                 "freeze: found the frozen loss function inside another one that hides what is frozen, expected it to "
                 "be seen. Freeze the outer function, or write it with @functools.wraps(frozen_loss_fn)."
             )
         return loss_fn(*args, **kwargs)
 
-    setattr(wrapped, _NAME, (*getattr(loss_fn, _NAME, ()), frozen))
+    show(wrapped, (*frozen_by(loss_fn), frozen))
     return cast(F, wrapped)
 
 
 def frozen_leaves(loss_fn: Any, params: PyTree, leaves: Sequence[Any]) -> list[bool]:
     """Which leaves of the parameters a loss function has frozen."""
-    predicates = getattr(loss_fn, _NAME, ())
+    predicates = frozen_by(loss_fn)
     if not predicates:
         return [False] * len(leaves)
     return [
         leaf is not None and any([frozen(path, leaf) for frozen in predicates])
         for path, leaf in zip(paths(params), leaves, strict=True)
     ]
-
-
-def call(loss_fn: Callable[..., Any], *args: Any) -> Any:
-    """The loss, during a `scale_backward` that has left alone what `loss_fn` shows as frozen."""
-    if in_graph():
-        return loss_fn(*args)
-    before, _calls.frozen = _calls.frozen, getattr(loss_fn, _NAME, ())
-    try:
-        return loss_fn(*args)
-    finally:
-        _calls.frozen = before
