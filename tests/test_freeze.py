@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import functional_amp as fa
+from functional_amp import debug
 from tests.recipes import assert_close
 
 
@@ -148,3 +149,31 @@ def test_what_is_not_a_function_is_refused(given: tuple[Any, Any]):
 def test_freezing_all_is_refused():
     with pytest.raises(TypeError, match=r"no floating-point leaf to differentiate.*freeze"):
         fa.scale_backward(fa.freeze(loss_fn, lambda path, leaf: True), fa.NoScale(), PARAMS, make_batches()[0])
+
+
+@pytest.mark.parametrize("first", ["frozen", "free"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_freezing_in_mid_window_keeps_what_the_window_has(first: str, donate: bool):
+    """torch's loop: requires_grad set between two backwards; what has accumulated stays in .grad."""
+    optimizer = fa.sgd(0.1)
+    free = fa.make_step(loss_fn, optimizer, donate=donate)
+    frozen = dataclasses.replace(free, loss_fn=fa.freeze(loss_fn, body))
+    state, model = fa.init_state(PARAMS, optimizer, fa.NoScale()), make_model()
+    order = [frozen, free, frozen] if first == "frozen" else [free, frozen, free]
+    for step, (x, y) in zip(order, make_batches(), strict=False):
+        state = step.accumulate(state, (x, y))
+        model[0].requires_grad_(step is free)
+        (mse_loss(model(x), y) / 3).backward()
+    state, _ = free.update(state)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_close(state.params, {n: p.detach() for n, p in model.named_parameters()}, rtol=1e-5, atol=1e-6)
+
+
+def test_the_tools_that_look_at_a_loss_look_at_a_frozen_one():
+    frozen, batch = fa.freeze(loss_fn, body), make_batches()[0]
+    step = fa.make_step(fa.autocast(frozen, torch.float16), fa.sgd(0.1))
+    state = fa.init_state(PARAMS, fa.sgd(0.1))
+    assert fa.unreached_paths(frozen, PARAMS, batch) == []
+    report = debug.underflow_report(frozen, PARAMS, batch, dtype=torch.float16)
+    assert "2.weight" in str(report) and "0.weight" not in str(report)
+    assert "2." in str(debug.explain(step, state, [(batch[0] * torch.inf, batch[1])]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -209,6 +210,7 @@ def _backward(
     """One micro-batch, as the step runs it, and the buffers for the next."""
     gave_buffers = False
 
+    @functools.wraps(options.loss_fn)
     def loss_fn(*args: Any) -> Any:
         nonlocal gave_buffers
         record.phase = "forward"

@@ -192,9 +192,9 @@ class ScaledLoss:
         """Of all leaves of a tree like the parameters, those that are differentiated."""
         return [leaves[index] for index in self._wanted]
 
-    def tree(self, leaves: list[Any]) -> PyTree:
-        """A tree like the parameters, with None where nothing is differentiated."""
-        every: list[Any] = [None] * len(self._flat.leaves)
+    def tree(self, leaves: list[Any], others: list[Any] | None = None) -> PyTree:
+        """A tree like the parameters, with the leaf of `others`, or None, where nothing is differentiated."""
+        every: list[Any] = [None] * len(self._flat.leaves) if others is None else list(others)
         for index, leaf in zip(self._wanted, leaves, strict=True):
             every[index] = leaf
         return self._flat.unflatten(every)
