@@ -82,6 +82,6 @@ def test_a_recipe_runs_by_itself_and_prints_what_came_out(script: Path):
     needed = {"lora": ("transformers", "peft"), "digits": ("sklearn",), "early_stopping": ("tensorboard",)}
     for library in needed.get(script.stem, ()):
         pytest.importorskip(library)
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()

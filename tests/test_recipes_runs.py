@@ -171,7 +171,7 @@ def test_digits_with_batchnorm_are_the_imperative_loop():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers and PEFT warn of themselves
-def test_lora_on_a_half_precision_base_is_pefts_imperative_loop():
+def test_lora_on_a_half_precision_base_is_pefts_imperative_loop(tmp_path: Path):
     for library in ("transformers", "peft"):
         pytest.importorskip(library, reason='pip install "functional_amp[models]"')
     lora = recipe("lora")
@@ -196,6 +196,15 @@ def test_lora_on_a_half_precision_base_is_pefts_imperative_loop():
     assert_close(state.params, adapters, rtol=0, atol=2e-2)
     for name, p in trained.named_parameters():
         assert torch.equal(p, state.params[name] if name in adapters else start[name])
+
+    trained.save_pretrained(tmp_path)
+    saved = pytest.importorskip("safetensors.torch").load_file(tmp_path / "adapter_model.safetensors")
+    assert len(saved) == len(state.params)
+    for name, p in state.params.items():
+        assert torch.equal(saved[name.replace(".default", "")], p)
+    (tokens, *_), *_ = lora.make_windows()
+    before = trained(tokens).logits
+    torch.testing.assert_close(trained.merge_and_unload()(tokens).logits, before, rtol=0, atol=2e-2)
 
 
 def test_early_stopping_keeps_the_best_state_and_tensorboard_has_each_number(tmp_path: Path):
