@@ -31,7 +31,7 @@ def is_excerpt(block: str, source: str) -> bool:
     """Whether a block is some consecutive lines of a source, less their common indentation."""
     lines, count = source.splitlines(), len(block.splitlines())
     parts = ("\n".join(lines[start : start + count]) for start in range(len(lines) - count + 1))
-    return any(textwrap.dedent(part).strip() == block.strip() for part in parts)
+    return any(textwrap.dedent(part).strip() == textwrap.dedent(block).strip() for part in parts)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -54,6 +54,7 @@ def test_every_script_has_a_section_and_every_section_a_line_in_the_index():
     assert named == {script.name for script in SCRIPTS}
     index = next(page for page in PAGES if page.stem == "index").read_text()
     for page in PAGES:
+        assert page.stem == "index" or f"({page.name}" in index, f"{page.name} is not in the index"
         for title in re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE):
             anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
             assert f"({page.name}#{anchor})" in index, f"{page.name}: {title} is not in the index"

@@ -137,6 +137,13 @@ def leafwise(
     return Optimizer(init, update, step, transact)
 
 
+def _all_frozen(flats: list[Flat]) -> bool:
+    """Whether parameters have no gradient at all. Then no update is counted: bias correction begins with the first."""
+    return any([is_differentiable(leaf) for leaf in flats[0].leaves]) and not any(
+        [is_differentiable(leaf) for leaf in flats[1].leaves]
+    )
+
+
 class _Columns(NamedTuple):
     """The parameters, the gradients and the slots, flattened; the places that have a gradient."""
 
@@ -179,13 +186,6 @@ def _ruled(
     slots = [slot.leaves[index] for slot in flats[2:]]
     update, values = leaf_rule(param, flats[1].leaves[index].to(param.dtype), *slots)
     return finish(leaf, param, update), values
-
-
-def _all_frozen(flats: list[Flat]) -> bool:
-    """Whether parameters have no gradient at all. Then no update is counted: bias correction begins with the first."""
-    return any([is_differentiable(leaf) for leaf in flats[0].leaves]) and not any(
-        [is_differentiable(leaf) for leaf in flats[1].leaves]
-    )
 
 
 def _put(flats: list[Flat], index: int, values: Sequence[Tensor | None]) -> None:
