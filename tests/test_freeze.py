@@ -112,6 +112,7 @@ def test_a_window_of_frozen_and_other_micro_batches_is_the_sum_that_there_is():
     assert torch.equal(state.params["0.weight"], PARAMS["0.weight"])
 
 
+@pytest.mark.slow
 def test_it_compiles_and_runs_under_vmap(fresh_dynamo: None):
     step = fa.make_step(fa.freeze(loss_fn, body), fa.sgd(0.1))
     compiled = dataclasses.replace(step, compile={"backend": "aot_eager"})
