@@ -385,6 +385,7 @@ for _function, _call in {
     "make_step": lambda i, f: fa.make_step(f, i.optimizer),
     "autocast": lambda i, f: fa.autocast(f, torch.float16),
     "with_policy": lambda i, f: fa.with_policy(f, "f32"),
+    "freeze": lambda i, f: fa.freeze(f, lambda path, leaf: True),
 }.items():
     row(
         f"{_function}: the loss for the loss function",
@@ -1120,6 +1121,12 @@ for _name, _call, _error, _message in (
         "found dtype … Policy",
     ),
     ("with_policy: a typo", lambda i: fa.with_policy(loss_fn, "c=fp16"), ValueError, "'fp16' … f16"),
+    (
+        "freeze: a path in place of a predicate",
+        lambda i: fa.freeze(loss_fn, cast(Any, "body")),
+        TypeError,
+        "frozen: found str 'body' … `frozen(path, leaf)`",
+    ),
     ("autocast: a str", lambda i: fa.autocast(loss_fn, cast(Any, "float16")), TypeError, "'float16' … torch.float16"),
     ("autocast: an integer", lambda i: fa.autocast(loss_fn, torch.int8), TypeError, "torch.int8 … floating-point"),
     (
@@ -1630,6 +1637,7 @@ CALLS: dict[str, Callable[[Inputs], tuple[Callable[..., Any], list[Any], dict[st
     "warmup_cosine": lambda i: (at_two(fa.warmup_cosine), [1.0, 2, 5, 0.1], {}),
     "windows": lambda i: (lambda *args: list(islice(fa.windows(*args), 3)), [[1, 2, 3], 2], {}),
     "with_policy": lambda i: (lambda *args: fa.with_policy(*args)(i.params), [any_loss, "p=f32"], {}),
+    "freeze": lambda i: (lambda *args: fa.freeze(*args)(i.params), [any_loss, lambda path, leaf: True], {}),
 }
 
 
