@@ -37,7 +37,7 @@ class Lease(Fresh):
     def __init__(self) -> None:
         self.written: Literal["nothing", "window", "state"] = "nothing"
         self._held: Flat | None = None
-        self._places: list[Any] = []
+        self._places: list[list[Any]] = [[], [], []]
         self._remembered: dict[Hashable, Any] = {}
         self._recorded: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._sums: list[Tensor | None] = []
@@ -54,9 +54,16 @@ class Lease(Fresh):
         """Takes note of a state that is about to be returned."""
         if state.window is None:
             self.close_window(flatten(state.params).leaves)
-        flat = _leaves_of(state)
-        if all([type(leaf) is Tensor for leaf in flat.leaves if isinstance(leaf, Tensor)]):
-            self._held, self._places = flat, _places(flat.leaves)
+        flat, held = _leaves_of(state), [] if self._held is None else self._held.leaves
+        known = min(len(held), len(flat.leaves))  # a window comes and goes at the end
+        if not same_leaves(held[:known], flat.leaves[:known]):
+            known = 0
+        opened = flat.leaves[known:]
+        if all([type(leaf) is Tensor for leaf in opened if isinstance(leaf, Tensor)]):
+            # Nothing here moves a tensor: whoever did it meanwhile is found by `holds`.
+            count = sum([isinstance(leaf, Tensor) for leaf in flat.leaves[:known]])
+            places = [[*before[:count], *after] for before, after in zip(self._places, _places(opened), strict=True)]
+            self._held, self._places = flat, places
 
     def writing(self, what: Literal["window", "state"]) -> None:
         """To be called before a write."""
@@ -261,7 +268,7 @@ def _leaves_of(state: TrainState) -> Flat:
     return flatten((state.params, state.opt_state, state.buffers, opened))
 
 
-def _places(leaves: list[Any]) -> list[Any]:
+def _places(leaves: list[Any]) -> list[list[Any]]:
     """Where the tensors lie: `leaf.data = ...` keeps a tensor, and changes its address or its strides."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return [*map(Tensor.data_ptr, tensors), *map(Tensor.size, tensors), *map(Tensor.stride, tensors)]
+    return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride)]
