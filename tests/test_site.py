@@ -38,7 +38,8 @@ def public_names() -> set[str]:
 
 def documented_names() -> list[str]:
     pages = sorted((DOCS / "reference").glob("*.md"))
-    return [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
+    names = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
+    return [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in names]  # a function in a file of its name
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
@@ -180,3 +181,17 @@ def test_a_phone_shows_the_width_of_a_page(site: Path, browser: Any, address: st
         if text.count():  # the pages of examples are code alone
             assert text.evaluate("element => parseFloat(getComputedStyle(element).fontSize)") >= 14, path
     page.close()
+
+
+# --- the pictures ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_script_draws_every_picture_of_the_concepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra `plot`")
+    monkeypatch.syspath_prepend(DOCS / "pictures")
+    script = importlib.import_module("concepts")
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    script.main()
+    shown = set(re.findall(r"pictures/(\w+\.svg)", "".join(page.read_text() for page in DOCS.rglob("*.md"))))
+    assert {path.name for path in tmp_path.iterdir()} == shown == {path.name for path in DOCS.glob("pictures/*.svg")}
