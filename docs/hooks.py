@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PROGRAM = "---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n```python\n{text}```\n"
+PROGRAM = "---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n````python\n{text}````\n"
 LINK = re.compile(r"\]\((\.\.?/[^)#\s]+)\)")
 
 
