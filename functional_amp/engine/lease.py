@@ -52,9 +52,9 @@ class Lease(Fresh):
 
     def hold(self, state: TrainState) -> None:
         """Takes note of a state that is about to be returned."""
-        if state.window is None:
-            self.close_window(flatten(state.params).leaves)
         flat, held = _leaves_of(state), [] if self._held is None else self._held.leaves
+        if state.window is None:
+            self._close_window(flat.leaves)
         known = min(len(held), len(flat.leaves))  # a window comes and goes at the end
         if not same_leaves(held[:known], flat.leaves[:known]):
             known = 0
@@ -71,16 +71,16 @@ class Lease(Fresh):
             self.written = what
 
     @contextmanager
-    def unseen_writes(self, what: Literal["window", "state"]) -> Iterator[None]:
-        """Around a graph, which keeps no books: what it had written when it raised nobody knows.
+    def in_graph(self, what: Literal["window", "state"]) -> Iterator[None]:
+        """Around a graph, which announces its writes to a state, but none to the sums of a window.
 
-        Where it raises while it is made, nothing has run. Where it does not, it has written.
+        Where it raises while it is made, nothing has run.
         """
         try:
             yield
         except BaseException as error:
             if not _while_compiling(error):
-                self.writing(what)
+                self.writing("window")
             raise
         self.writing(what)
 
@@ -148,10 +148,10 @@ class Lease(Fresh):
         """Takes note that these sums are nobody else's."""
         self._sums = sums
 
-    def close_window(self, params: list[Tensor]) -> None:
-        """Lets go of the sums, and of copies that the engine recorded with in place of the parameters."""
+    def _close_window(self, leaves: list[Any]) -> None:
+        """Lets go of the sums, and of copies that the engine recorded with in place of the state's own leaves."""
         self._sums = []
-        if not {id(leaf) for leaf in self._recorded[0]} <= {id(leaf) for leaf in params}:
+        if not {id(leaf) for leaf in self._recorded[0]} <= {id(leaf) for leaf in leaves}:
             self._recorded = ([], [])
 
 
