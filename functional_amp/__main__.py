@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from functional_amp.initial import init_state
 from functional_amp.module import from_module
 from functional_amp.optim import adamw
 from functional_amp.precision import autocast
-from functional_amp.step import init_state, make_step
+from functional_amp.step import make_step
 from functional_amp.values.scaler import DynamicScale
 
 Batch = tuple[Tensor, Tensor]
