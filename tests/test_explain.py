@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -103,13 +104,29 @@ def test_a_finite_window_is_not_reproduced_and_the_advice_exists() -> None:
     assert inductor_config.emulate_precision_casts is False
 
 
+@pytest.mark.slow
+def test_a_difference_that_only_the_compiler_makes_goes_with_the_option_that_is_named(fresh_dynamo: None) -> None:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        narrow = (params * x).half()
+        slightly_less = (narrow * 0.9999 - narrow).float()  # 0 in float16, -1e-4 where the product stays in float32
+        return (slightly_less + 5e-5).sqrt().mean()
+
+    state, window = state_of(torch.ones(4), 8.0), [torch.ones(4)]
+    step = fa.make_step(loss_fn, fa.sgd(0.1), compile=True)
+    _, metrics = step(state, window)
+    assert not metrics.finite
+    why = explain(step, state, window, scale=metrics.scale)
+    assert (why.found, why.stage) == (False, "not reproduced in eager")
+    remedy = {"options": {"emulate_precision_casts": True}}
+    assert f"compile={remedy}" in why.advice
+    _, metrics = dataclasses.replace(step, compile=remedy)(state, window)
+    _, expected = dataclasses.replace(step, compile=False)(state, window)
+    assert metrics.finite and torch.equal(metrics.loss, expected.loss)
+
+
 def test_a_step_is_explained_with_its_own_options() -> None:
     state, window = state_of({"w": torch.ones(2)}, 2.0**14), [torch.full((2,), 7.0)]
     step = fa.make_step(overflowing, fa.sgd(0.1), compute_dtype=torch.float16, backend="autograd")
-    if not hasattr(step, "loss_fn"):
-        with pytest.raises(TypeError, match="Pass its loss function"):
-            explain(step, state, window)
-        return
     assert explain(step, state, window) == explain(overflowing, state, window, compute_dtype=torch.float16)
     with pytest.raises(ValueError, match="leave them out"):
         explain(step, state, window, backend="func")

@@ -13,8 +13,8 @@ from functional_amp.debug.explain_table import scale_text
 PRECISION = (
     "The eager replay is finite. Check that scale= is the skipped window's (metrics.scale: the state returned has "
     "backed off already), and pass the seed that its dropout was drawn from. If the step is compiled: compilers keep "
-    "float16 intermediates in float32 or fuse them; torch._inductor.config.emulate_precision_casts = True makes both "
-    "agree."
+    "float16 intermediates in float32. make_step(..., compile={'options': {'emulate_precision_casts': True}}) makes "
+    "both agree; torch._inductor.config has the same option."
 )
 
 _SINGULAR = {
