@@ -101,7 +101,7 @@ def _labelled(names: tuple[str, ...], args: Any, kwargs: Any) -> Iterator[tuple[
 
 @functools.cache
 def traits_of(func: Any) -> Traits:
-    schema = getattr(func, "_schema", None)
+    schema = torch_private.schema_of(func)
     if schema is None:  # a higher-order operator: its body runs below this mode
         return Traits(str(func), (), False, frozenset(), False)
     aliases = [result.alias_info for result in schema.returns if result.alias_info is not None]

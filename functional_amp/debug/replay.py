@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ def options_of(loss_fn: Any, backend: Any, compute_dtype: torch.dtype | None) ->
 def drawing(seed: int | None) -> Iterator[None]:
     """Eager mode, and the random numbers of the seed or of now; the generators are left as they were."""
     # A module of the user's may be compiled; where dynamo was never imported, none is.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    eager = torch.compiler.set_stance("force_eager") if torch_private.compiler_is_loaded() else nullcontext()
     with eager, random_state_kept() if seed is None else seeded(seed):
         yield
 
