@@ -18,6 +18,7 @@ from functional_amp.stages.differentiate import Backend
 from functional_amp.step import Step
 from functional_amp.tree import flatten, paths
 from functional_amp.values.grads import Loss, check_loss_fn
+from functional_amp.values.scale import Scaler
 from functional_amp.values.scaler import StaticScale
 from functional_amp.values.state import TrainState
 
@@ -75,12 +76,13 @@ def explain(
         if is_finite_at(options, state, micro_batches, seed, at):
             harmless = replay.provenance.harmless([])
             return Explanation(False, NOT_REPRODUCED, at, replay.loss, PRECISION, harmless=harmless)
-        return _explained(replay, "norm", None, at, largest_good_scale(options, state, micro_batches, seed, at))
+        good = largest_good_scale(options, state, micro_batches, seed, at)
+        return _explained(replay, "norm", None, at, good, state.scaler)
     root = _earliest(replay.origins)
     stage = replay.stage if root is None else "input" if isinstance(root, Outside) else root.phase
     hopeless = replay.counts and not math.isfinite(replay.loss)
     good = None if hopeless else largest_good_scale(options, state, micro_batches, seed, at)
-    return _explained(replay, stage, root, at, good)
+    return _explained(replay, stage, root, at, good, state.scaler)
 
 
 def _earliest(origins: Sequence[Origin]) -> Origin | None:
@@ -88,9 +90,11 @@ def _earliest(origins: Sequence[Origin]) -> Origin | None:
     return min(causes, key=lambda root: root.index, default=None)
 
 
-def _explained(replay: Replay, stage: str, root: Origin | None, scale: float, good: float | None) -> Explanation:
+def _explained(
+    replay: Replay, stage: str, root: Origin | None, scale: float, good: float | None, scaler: Scaler
+) -> Explanation:
     micro_batch, harmless = replay.micro_batch, replay.provenance.harmless(replay.origins)
-    advice = advise(root, stage, scale, good)
+    advice = advise(root, stage, scale, good, scaler)
     found: dict[str, Any] = {"output": root.range, "source": root.name} if isinstance(root, Outside) else {}
     event = replay.provenance.first_use(root) if isinstance(root, Outside) else root
     if event is not None:

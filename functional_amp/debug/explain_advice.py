@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from functional_amp.debug.blame import Origin, Outside
 from functional_amp.debug.explain_range import Range
 from functional_amp.debug.explain_table import scale_text
+from functional_amp.registry import with_fields
+from functional_amp.values.scale import Scaler
+from functional_amp.values.scaler import update_scale
+
+MOST_SKIPS = 1000
+"""By then a scaler that moves at all is at its floor."""
 
 PRECISION = (
     "The eager replay is finite. Check that scale= is the skipped window's (metrics.scale: the state returned has "
@@ -34,10 +38,10 @@ _SINGULAR = {
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mul", "dot", "mv", "addmv", "_scaled_dot_product")
 
 
-def advise(root: Origin | None, stage: str, scale: float, good: float | None) -> str:
-    """The advice for the root of a fault."""
+def advise(root: Origin | None, stage: str, scale: float, good: float | None, scaler: Scaler) -> str:
+    """The advice for the root of a fault; the scaler is that of the state that was given."""
     if good is not None:
-        return _about_scale(stage, scale, good)
+        return _about_scale(stage, scale, good, scaler)
     if isinstance(root, Outside):
         return _about_input(root)
     if stage in ("unscale", "norm", "accumulate"):
@@ -69,12 +73,13 @@ def advise(root: Origin | None, stage: str, scale: float, good: float | None) ->
     return "No scale helps: the forward itself gives it. Look at the inputs' ranges above."
 
 
-def _about_scale(stage: str, scale: float, good: float) -> str:
-    halvings = math.ceil(math.log2(scale / good))
-    text = (
-        f"The scale is too large for this window: {scale_text(good)} works and {scale_text(2 * good)} does not. "
-        f"A DynamicScale gets there in {halvings} skipped window{'s' if halvings > 1 else ''}."
-    )
+def _about_scale(stage: str, scale: float, good: float, scaler: Scaler) -> str:
+    skips, name = _skips_until(good, scale, scaler), type(scaler).__name__
+    text = f"The scale is too large for this window: {scale_text(good)} works and {scale_text(2 * good)} does not. "
+    if skips is None:
+        text += f"This {name} does not get there by itself: dataclasses.replace(state, scaler=DynamicScale({good:g}))."
+    else:
+        text += f"This {name} gets there in at most {skips} skipped window{'s' if skips > 1 else ''}."
     if good < 1:
         text += (
             " A scale below 1 costs small gradients: better run this module in float32 or bfloat16, "
@@ -83,6 +88,17 @@ def _about_scale(stage: str, scale: float, good: float) -> str:
     elif stage == "backward" and good < 2.0**8:
         text += " If it has to stay this low, look at underflow_report, and at why this gradient is so much larger."
     return text
+
+
+def _skips_until(good: float, scale: float, scaler: Scaler) -> int | None:
+    """How many windows a scaler skips on its way down to a scale, the one that was explained included."""
+    backed_off = float(scaler.scale) < scale  # the state came back from that window
+    scaler = scaler if backed_off else with_fields(scaler, scale=torch.full_like(scaler.scale, scale))
+    for skips in range(backed_off, MOST_SKIPS + 1):
+        if float(scaler.scale) <= good:
+            return skips
+        scaler = update_scale(scaler, torch.zeros_like(scaler.scale, dtype=torch.bool))
+    return None
 
 
 def _about_input(root: Outside) -> str:

@@ -32,7 +32,8 @@ class Range:
     def __str__(self) -> str:
         counts = "".join(f", {count} {kind}" for count, kind in ((self.nan, "NaN"), (self.inf, "inf")) if count)
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}{list(self.shape)} in [{self.low:.4g}, {self.high:.4g}]{counts}"
+        span = "" if math.isnan(self.low) else f" in [{self.low:.4g}, {self.high:.4g}]"
+        return f"{dtype}{list(self.shape)}{span}{counts}"
 
 
 def range_of(tensor: Tensor, name: str) -> Range:
