@@ -12,9 +12,17 @@ from torch import Tensor
 from functional_amp.debug.blame import Origin, Outside, roots
 from functional_amp.debug.explain_advice import PRECISION, advise
 from functional_amp.debug.explain_table import NOT_REPRODUCED, Explanation
-from functional_amp.debug.replay import Options, Replay, instrumented, is_finite_at, largest_good_scale, options_of
+from functional_amp.debug.replay import (
+    Options,
+    Replay,
+    instrumented,
+    is_finite_at,
+    largest_good_scale,
+    options_of,
+    settled,
+)
 from functional_amp.engine.sharded import is_sharded
-from functional_amp.stages.differentiate import Backend
+from functional_amp.stages.differentiate import Backend, check_backend
 from functional_amp.step import Step
 from functional_amp.tree import flatten, paths
 from functional_amp.values.grads import Loss, check_loss_fn
@@ -71,6 +79,7 @@ def explain(
     micro_batches = _checked(state, window)
     options = _options(loss_fn, backend, compute_dtype)
     at = _scale(state.scaler.scale if scale is None else scale)
+    options = settled(options, state, micro_batches, seed)
     replay = instrumented(options, state, micro_batches, seed, at)
     if not replay.stage:
         if is_finite_at(options, state, micro_batches, seed, at):
@@ -123,12 +132,16 @@ def _options(loss_fn: Any, backend: Any, compute_dtype: Any) -> Options:
         )
     options = options_of(loss_fn, backend, compute_dtype)
     check_loss_fn(options.loss_fn)
+    check_backend(options.backend)
     return options
 
 
 def _scale(scale: Any) -> float:
     if isinstance(scale, Tensor) and scale.dim():
-        raise ValueError(f"scale: found shape {tuple(scale.shape)}, expected a number or a 0-dim tensor.")
+        raise ValueError(
+            f"scale: found shape {tuple(scale.shape)}, expected a number or a 0-dim tensor. "
+            "Explain one member of an ensemble: its state and window, each leaf at the member's index."
+        )
     return StaticScale(scale).scale.item()
 
 
@@ -153,7 +166,8 @@ def _checked(state: Any, window: Any) -> list[Any]:
     if one or not isinstance(window, Iterable):
         raise TypeError(
             f"window: found {type(window).__name__}, expected a list of micro-batches. "
-            "For a window of one write explain(loss_fn, state, [micro_batch])."
+            "For a window of one write explain(loss_fn, state, [micro_batch]). For the stacked window of step.scan: "
+            "[optree.tree_map(lambda leaf: leaf[i], stacked) for i in range(n)]."
         )
     micro_batches = list(window)
     if not micro_batches:

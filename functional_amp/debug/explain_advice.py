@@ -16,9 +16,10 @@ MOST_SKIPS = 1000
 
 PRECISION = (
     "The eager replay is finite. Check that scale= is the skipped window's (metrics.scale: the state returned has "
-    "backed off already), and pass the seed that its dropout was drawn from. If the step is compiled: compilers keep "
-    "float16 intermediates in float32. make_step(..., compile={'options': {'emulate_precision_casts': True}}) makes "
-    "both agree; torch._inductor.config has the same option."
+    "backed off already), and pass the seed that its dropout was drawn from. If the step ran inside torch.autocast, "
+    "call explain inside it too. If the step is compiled: compilers keep float16 intermediates in float32. "
+    "make_step(..., compile={'options': {'emulate_precision_casts': True}}) makes both agree; "
+    "torch._inductor.config has the same option."
 )
 
 _SINGULAR = {
@@ -44,6 +45,8 @@ def advise(root: Origin | None, stage: str, scale: float, good: float | None, sc
         return _about_scale(stage, scale, good, scaler)
     if isinstance(root, Outside):
         return _about_input(root)
+    if stage == "norm" and root is None:
+        return "Gradients and norm are finite; clipping to this max_norm leaves float32. Choose a larger one."
     if stage in ("unscale", "norm", "accumulate"):
         return (
             "The sum or the norm of the gradients leaves float32 in true units: the loss is too large by itself. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,17 +18,20 @@ from functional_amp.debug.locate import Locator
 from functional_amp.debug.nonfinite import nonfinite_paths
 from functional_amp.debug.provenance import Provenance
 from functional_amp.debug.provenance_call import random_state_kept
+from functional_amp.engine.limits import limit_of
 from functional_amp.engine.random import seeded
 from functional_amp.optim import Optimizer
 from functional_amp.precision import cast_floating
 from functional_amp.registry import with_fields
-from functional_amp.stages.accumulate import accumulate
+from functional_amp.stages.accumulate import accumulate, add
 from functional_amp.stages.backward import scale_backward
 from functional_amp.stages.clip import global_norm
+from functional_amp.stages.differentiate import backend_in_graphs, known_limit
+from functional_amp.stages.streaming import windowed
 from functional_amp.stages.unscale import unscale
 from functional_amp.step import Step, make_step
 from functional_amp.tree import PyTree, flatten, map_tensors, paths
-from functional_amp.values.grads import Loss, ScaledGrads, denominator
+from functional_amp.values.grads import Loss, denominator
 from functional_amp.values.scaler import StaticScale
 from functional_amp.values.state import TrainState
 
@@ -76,12 +79,28 @@ def options_of(loss_fn: Any, backend: Any, compute_dtype: torch.dtype | None) ->
     if not isinstance(loss_fn, Step):
         return Options(loss_fn, backend, compute_dtype)
     step = loss_fn
-    backend = step.backend
-    if step.donate:  # it takes its gradients from the engine
-        backend = "autograd"
-    elif backend == "auto":
-        backend = "autograd" if step.needs_engine else "func"
+    # A donating step takes its gradients from the engine, and so does one whose graph may be left.
+    backend = "autograd" if step.donate else backend_in_graphs(step.backend, step.compile)
     return Options(step.loss_fn, backend, step.compute_dtype, step.max_norm, step.norm_type, step.clip_eps)
+
+
+def settled(options: Options, state: TrainState, window: Sequence[Any], seed: int | None) -> Options:
+    """The options with what "auto" stands for: the engine for a loss that torch.func can't differentiate.
+
+    One plain backward tells. What is tried under instruments would leave its values in the record.
+    """
+    if options.backend != "auto":
+        return options
+    func, engine = replace(options, backend="func"), replace(options, backend="autograd")
+    if known_limit(options.loss_fn):
+        return engine
+    try:
+        is_finite_at(func, state, window[:1], seed, 1.0)
+    except (RuntimeError, NotImplementedError) as error:
+        if limit_of(error) is None:
+            raise
+        return engine
+    return func
 
 
 @contextmanager
@@ -178,18 +197,20 @@ def _checks(
 ) -> Iterator[_Check]:
     """The stages of the step, one after the other, under the record."""
     params, buffers, total = state.params, state.buffers, None
+    loss_fn = windowed(_watched(options.loss_fn, record))
     if options.compute_dtype is not None:
         with record:
             params = cast_floating(params, options.compute_dtype)
     for index, micro_batch in enumerate(window):
-        record.micro_batch = index
+        record.phase, record.micro_batch = "forward", index
         with record:
-            grads, loss, buffers = _backward(options, scaler, params, micro_batch, buffers, record)
+            grads, loss, out = scale_backward(loss_fn, scaler, params, micro_batch, buffers, backend=options.backend)
         counts = bool(grads.weight != 0)  # a loss without weight counts as little as its gradient
+        buffers = out.buffers if counts else buffers
         yield _Check("backward", index, grads.tree, (loss,) if counts else (), loss, counts)
         record.phase = "accumulate"
         with record:
-            total = accumulate(total, grads)
+            total = (add if out.reduction == "sum" else accumulate)(total, grads)
         yield _Check("accumulate", index, total.tree)
     assert total is not None  # a window has at least one micro-batch
     record.phase = "unscale"
@@ -202,25 +223,17 @@ def _checks(
     yield _Check("norm", None, None, (norm,))
 
 
-def _backward(
-    options: Options, scaler: StaticScale, params: PyTree, micro_batch: Any, buffers: PyTree, record: Provenance
-) -> tuple[ScaledGrads, Tensor, PyTree]:
-    """One micro-batch, as the step runs it, and the buffers for the next."""
-    gave_buffers = False
+def _watched(loss_fn: Callable[..., Tensor | Loss], record: Provenance) -> Callable[..., Tensor | Loss]:
+    """The loss function, which tells the record when it runs."""
 
-    def loss_fn(*args: Any) -> Any:
-        nonlocal gave_buffers
+    def watched(*args: Any) -> Any:
         record.phase = "forward"
         try:
-            loss = options.loss_fn(*args)
+            return loss_fn(*args)
         finally:
             record.phase = "backward"
-        gave_buffers = isinstance(loss, Loss) and loss.buffers is not None
-        return loss
 
-    batch = (micro_batch,) if buffers is None else (micro_batch, buffers)
-    grads, loss, aux = scale_backward(loss_fn, scaler, params, *batch, backend=options.backend)
-    return grads, loss, aux[1] if gave_buffers else buffers
+    return watched
 
 
 def _still(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

@@ -1,0 +1,136 @@
+"""explain follows a window as its step does: weights, sums, buffers, clipping, the backend, the contexts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import functional_amp as fa
+from functional_amp.debug import explain
+
+# What a window is made of.
+
+
+def test_a_micro_batch_without_weight_leaves_no_statistics_behind() -> None:
+    """The step keeps the buffers of before, and so does the replay: the next micro-batch reads no NaN."""
+
+    def loss_fn(params: Any, batch: Any, buffers: Any) -> fa.Loss:
+        x, weight = batch
+        return fa.Loss((params * x / buffers["scale"]).sum(), weight=weight, buffers={"scale": x.mean()})
+
+    window = [(torch.full((2,), torch.nan), torch.tensor(0.0)), (torch.ones(2), torch.tensor(1.0))]
+    state = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(1.0), {"scale": torch.ones(())})
+    step = fa.make_step(loss_fn, fa.sgd(0.1))
+    assert step(state, window)[1].finite and not explain(step, state, window).found
+    weighted = [(window[0][0], torch.tensor(1.0)), window[1]]
+    assert not step(state, weighted)[1].finite
+    why = explain(step, state, weighted)
+    assert (why.stage, why.source, why.micro_batch) == ("input", "batch.0", 0)
+
+
+@pytest.mark.parametrize("size", [1e38, 2e38, 3.3e38])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_window_of_sums_is_added_as_the_step_adds_it(reduction: Any, size: float) -> None:
+    """The mean of two gradients fits where their sum does not."""
+
+    def loss_fn(params: Any, x: Tensor) -> fa.Loss:
+        return fa.Loss((params * x).sum(), reduction=reduction)
+
+    step, window = fa.make_step(loss_fn, fa.sgd(0.1)), [torch.tensor([size, -size])] * 2
+    for scale in (1.0, 2.0**-4):
+        state = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(scale))
+        why = explain(step, state, window)
+        assert why.found is not bool(step(state, window)[1].finite)
+        if why.found:
+            assert why.stage in ("accumulate", "unscale", "norm") and why.operator
+
+
+def test_a_loss_that_writes_to_its_buffers_is_refused_as_by_the_step_and_nothing_is_written() -> None:
+    def loss_fn(params: Any, x: Tensor, buffers: Any) -> fa.Loss:
+        buffers["count"].add_(1)
+        return fa.Loss((params * x).sum() / 0, buffers=buffers)
+
+    state = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(1.0), {"count": torch.zeros(())})
+    with pytest.raises(RuntimeError, match="found a write in place to"):
+        explain(loss_fn, state, [torch.ones(2)])
+    assert state.buffers["count"] == 0
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0, float("inf"), 1e-30])
+@pytest.mark.parametrize("norm_type", [2.0, 20.0, float("inf")])
+def test_clipping_has_its_say(norm_type: float, max_norm: float | None) -> None:
+    step = fa.make_step(lambda p, x: (p * x).sum(), fa.sgd(0.1), max_norm=max_norm, norm_type=norm_type)
+    for scale, size in ((2.0**20, 1e10), (2.0**100, 1e10), (1.0, 3e38)):
+        state = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(scale))
+        window = [torch.tensor([size, -size])]
+        why = explain(step, state, window)
+        assert why.found is not bool(step(state, window)[1].finite)
+        if why.largest_good_scale is not None:
+            good = dataclasses.replace(state, scaler=fa.StaticScale(why.largest_good_scale))
+            twice = dataclasses.replace(state, scaler=fa.StaticScale(2 * why.largest_good_scale))
+            assert step(good, window)[1].finite and not step(twice, window)[1].finite
+
+
+# Who differentiates.
+
+
+def checkpointed(params: Any, x: Tensor) -> Tensor:
+    hidden: Any = checkpoint(lambda x: (params * x).exp(), x, use_reentrant=False)
+    return hidden.sum()
+
+
+@pytest.mark.filterwarnings("error")
+def test_auto_is_settled_before_the_record_begins_and_without_a_warning() -> None:
+    """A step that was never called knows no limit of its loss yet."""
+    state, window = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(1.0)), [torch.full((2,), 100.0)]
+    why = explain(fa.make_step(checkpointed, fa.sgd(0.1)), state, window)
+    assert (why.stage, why.operator) == ("forward", "exp")
+    assert why == explain(checkpointed, state, window, backend="auto") == explain(checkpointed, state, window)
+    finite = [torch.zeros(2)]
+    assert explain(checkpointed, state, finite, backend="auto").harmless == 0
+
+
+def test_a_step_whose_graph_may_be_left_is_replayed_by_the_engine() -> None:
+    state, window = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(1.0)), [torch.full((2,), 100.0)]
+    step = fa.make_step(checkpointed, fa.sgd(0.1), compile={"fullgraph": False})
+    assert explain(step, state, window) == explain(checkpointed, state, window, backend="autograd")
+
+
+def test_a_step_inside_autocast_is_explained_inside_it() -> None:
+    step = fa.make_step(lambda p, x: (x @ p).float().sum(), fa.sgd(0.1))
+    state = fa.init_state(torch.full((3, 2), 100.0), fa.sgd(0.1), fa.StaticScale(1.0))
+    window = [torch.full((4, 3), 3e4)]
+    with torch.autocast("cpu", torch.float16):
+        assert not step(state, window)[1].finite
+        why = explain(step, state, window)
+    assert (why.stage, why.operator) == ("forward", "mm")
+    outside = explain(step, state, window)
+    assert not outside.found and "inside torch.autocast, call explain inside it too" in outside.advice
+
+
+def test_a_stacked_window_is_taken_apart_as_the_message_says() -> None:
+    step = fa.make_step(lambda p, b: (p.half() * b["x"].half()).float().sum(), fa.sgd(0.1))
+    state, stacked = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(2.0**14)), {"x": torch.full((3, 2), 7.0)}
+    _, metrics = step.scan(state, stacked)
+    assert not metrics.finite
+    with pytest.raises(TypeError, match=r"optree.tree_map\(lambda leaf: leaf\[i\], stacked\) for i in range\(n\)"):
+        explain(step, state, stacked)
+    apart: Any = [optree.tree_map(lambda leaf, i=i: leaf[i], cast(Any, stacked)) for i in range(3)]
+    assert explain(step, state, apart).largest_good_scale == 2.0**13
+
+
+def test_one_member_of_an_ensemble_is_explained() -> None:
+    states: list[Any] = [
+        fa.init_state(torch.full((2,), size), fa.sgd(0.1), fa.StaticScale(1.0)) for size in (1.0, 100.0)
+    ]
+    ensemble: Any = optree.tree_map(lambda *leaves: torch.stack(leaves), *states)
+    with pytest.raises(ValueError, match="Explain one member of an ensemble"):
+        explain(lambda p, x: (p * x).exp().sum(), ensemble, [torch.ones(2)])
+    member: Any = optree.tree_map(lambda leaf: leaf[1], ensemble)
+    assert explain(lambda p, x: (p * x).exp().sum(), member, [torch.ones(2)]).operator == "exp"
