@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any, cast
 
+import numpy
 import optree
 import pytest
 import torch
@@ -134,3 +136,98 @@ def test_one_member_of_an_ensemble_is_explained() -> None:
         explain(lambda p, x: (p * x).exp().sum(), ensemble, [torch.ones(2)])
     member: Any = optree.tree_map(lambda leaf: leaf[1], ensemble)
     assert explain(lambda p, x: (p * x).exp().sum(), member, [torch.ones(2)]).operator == "exp"
+
+
+# What is drawn.
+
+
+def layer_drop(params: Any, x: Tensor) -> Tensor:
+    """Fails where Python's, numpy's or the loss function's own generator says so."""
+    kept = random.random() < 0.5 or numpy.random.rand() < 0.5 or float(torch.rand((), generator=OWN)) < 0.5
+    return (params.half() * x.half() * (1 if kept else 512)).float().sum()
+
+
+OWN = torch.Generator()
+
+
+def generators() -> list[Any]:
+    numpys: Any = numpy.random.get_state()
+    return [random.getstate(), numpys[1].tolist(), OWN.get_state().tolist(), torch.get_rng_state().tolist()]
+
+
+def test_each_run_draws_the_same_numbers_of_every_generator_and_all_are_put_back() -> None:
+    step = fa.make_step(layer_drop, fa.sgd(0.1))
+    state = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(2.0**8))
+    window, found = [torch.ones(2)] * 3, []
+    for seed in range(16):
+        random.seed(seed)
+        numpy.random.seed(seed)
+        OWN.manual_seed(seed)
+        before = generators()
+        why = explain(step, state, window)
+        assert generators() == before
+        assert why.found is not bool(step(state, window)[1].finite)
+        assert why.largest_good_scale == (2.0**6 if why.found else None)
+        found.append(why.found)
+    assert 2 < sum(found) < 14
+
+
+# What is said of a loss that is not finite.
+
+
+def test_a_window_whose_loss_alone_is_not_finite_is_said_to_be_applied() -> None:
+    """A detached term: no gradient sees it."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return (params * x).sum() + (x - x).log().sum()
+
+    step, state = fa.make_step(loss_fn, fa.sgd(0.1)), fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(1.0))
+    _, metrics = step(state, [torch.ones(2)])
+    assert metrics.applied and metrics.loss == -torch.inf
+    why = explain(step, state, [torch.ones(2)])
+    assert (why.found, why.stage, why.operator, why.leaves) == (True, "forward", "log", ())
+    assert "the step applies it" in why.advice
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), -float("inf")])
+def test_a_number_that_is_not_finite_is_named(number: float) -> None:
+    state = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(1.0))
+    why = explain(lambda p, batch: (p * batch["factor"]).sum(), state, [{"factor": number}])
+    assert (why.stage, why.operator) == ("forward", "mul")
+    assert f"mul was given the number {number:g}" in why.advice
+
+
+# What is counted as harmless.
+
+
+class Grows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = self.cell(x) * 10
+        return x.float().sum()
+
+
+def test_the_first_call_of_a_module_is_not_counted() -> None:
+    """It rehearses the module."""
+    torch.manual_seed(0)
+    apply, params, _ = fa.from_module(Grows())
+    state = fa.init_state(params, fa.sgd(0.1), fa.StaticScale(1.0))
+    loss_fn = fa.autocast(lambda params, x: apply(params, x), torch.float16)
+    first, second = (explain(loss_fn, state, [torch.ones(2, 4)]) for _ in range(2))
+    assert str(first) == str(second) and first.stage == "forward"
+
+
+def test_what_spoils_the_same_gradient_too_is_not_harmless() -> None:
+    """The first bad operator is the root; the others end in the same leaf."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        hidden = params * x
+        return (hidden / hidden.sum()).sum()  # 0 / 0, in the derivatives of both sides as well
+
+    state = fa.init_state(torch.ones(3), fa.sgd(0.1), fa.StaticScale(1.0))
+    why = explain(loss_fn, state, [torch.zeros(3)])
+    assert (why.stage, why.operator, why.harmless) == ("forward", "div", 0)

@@ -41,6 +41,8 @@ class Event:
         phase: forward, backward, accumulate, unscale or norm.
         itself: whether the operator is to blame.
         parents: the origins of the inputs that are to blame.
+        others: the origins of the other inputs that are not finite.
+        number: the inf or NaN that it was given as a number.
         written: whether it wrote an infinity on purpose (a fill, a mask), or only moved one that was.
         inputs, output: their ranges; only where the event may be a root.
     """
@@ -54,6 +56,8 @@ class Event:
     has_nan: bool
     itself: bool
     parents: list[Origin]
+    others: list[Origin]
+    number: float | None
     written: bool
     inputs: tuple[Range, ...] = ()
     output: Range | None = None
@@ -199,12 +203,12 @@ def _sources(origins: Sequence[Origin]) -> list[Origin]:
 
 
 def ancestors(origins: Sequence[Origin]) -> set[int]:
-    """The indices of the events that a value came from, but for infinities written on purpose."""
+    """The indices of the events that a value came from or that spoiled it too, written infinities left out."""
     seen: set[int] = set()
     open_origins = list(origins)
     while open_origins:
         origin = open_origins.pop()
         if isinstance(origin, Event) and origin.index not in seen and not is_written(origin):
             seen.add(origin.index)
-            open_origins += origin.parents
+            open_origins += [*origin.parents, *origin.others]
     return seen

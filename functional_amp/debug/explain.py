@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_amp.debug.blame import Origin, Outside, roots
-from functional_amp.debug.explain_advice import PRECISION, advise
+from functional_amp.debug.draws import Draws
+from functional_amp.debug.explain_advice import APPLIED, PRECISION, advise
 from functional_amp.debug.explain_table import NOT_REPRODUCED, Explanation
 from functional_amp.debug.replay import (
     Options,
@@ -79,19 +81,22 @@ def explain(
     micro_batches = _checked(state, window)
     options = _options(loss_fn, backend, compute_dtype)
     at = _scale(state.scaler.scale if scale is None else scale)
-    options = settled(options, state, micro_batches, seed)
-    replay = instrumented(options, state, micro_batches, seed, at)
+    draws = Draws(seed)
+    options = settled(options, state, micro_batches, draws)
+    replay = instrumented(options, state, micro_batches, draws, at)
+    finite = not replay.leaves and is_finite_at(options, state, micro_batches, draws, at)
+    if not replay.stage and finite:
+        harmless = replay.provenance.harmless([])
+        return Explanation(False, NOT_REPRODUCED, at, replay.loss, PRECISION, harmless=harmless)
     if not replay.stage:
-        if is_finite_at(options, state, micro_batches, seed, at):
-            harmless = replay.provenance.harmless([])
-            return Explanation(False, NOT_REPRODUCED, at, replay.loss, PRECISION, harmless=harmless)
-        good = largest_good_scale(options, state, micro_batches, seed, at)
+        good = largest_good_scale(options, state, micro_batches, draws, at)
         return _explained(replay, "norm", None, at, good, state.scaler)
     root = _earliest(replay.origins)
     stage = replay.stage if root is None else "input" if isinstance(root, Outside) else root.phase
     hopeless = replay.counts and not math.isfinite(replay.loss)
-    good = None if hopeless else largest_good_scale(options, state, micro_batches, seed, at)
-    return _explained(replay, stage, root, at, good, state.scaler)
+    good = None if hopeless else largest_good_scale(options, state, micro_batches, draws, at)
+    why = _explained(replay, stage, root, at, good, state.scaler)
+    return replace(why, advice=f"{why.advice} {APPLIED}") if finite else why
 
 
 def _earliest(origins: Sequence[Origin]) -> Origin | None:

@@ -22,6 +22,8 @@ PRECISION = (
     "torch._inductor.config has the same option."
 )
 
+APPLIED = "The gradients of the window are finite all the same, and the step applies it."
+
 _SINGULAR = {
     "log": "log of 0 is -inf and of a negative number NaN: add an eps, or clamp the input from below.",
     "log2": "log2 of 0 is -inf and of a negative number NaN: add an eps, or clamp the input from below.",
@@ -54,6 +56,11 @@ def advise(root: Origin | None, stage: str, scale: float, good: float | None, sc
         )
     if root is None or root.output is None:
         return "The loss or its gradient is not finite at any scale: look at the data and the loss itself."
+    if root.number is not None:
+        return (
+            f"No scale helps: {root.operator} was given the number {root.number:g}, which the program computed or read "
+            "as a Python float. Look at where it comes from."
+        )
     name = root.operator.rstrip("_") if not root.operator.startswith("_") else root.operator
     if stage == "backward":
         return (

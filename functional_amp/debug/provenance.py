@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -126,14 +127,28 @@ class Provenance(torch_private.DispatchMode):
             to_blame, itself = blame(call.again, suspects, bad)
         else:
             to_blame, itself = [], True
-        parents = [origin for slot in to_blame for origin in origins[slot]]
-        parents = list({id(origin): origin for origin in parents}.values())
+        parents = _each_once(origin for slot in to_blame for origin in origins[slot])
+        others = _each_once(origin for slot in suspects if slot not in to_blame for origin in origins[slot])
         has_nan = any(bool(torch.isnan(readable(tensor)).any()) for tensor in bad)
         name = call.traits.name
-        wrote = not suspects and call.has_infinite_number
+        number = call.number_that_is_not_finite
+        wrote = not suspects and number is not None and not math.isnan(number)
         written = not has_nan and (wrote or (not itself and moves(name, parents)))
         phase, node, place = self._whereabouts()
-        event = Event(len(self.events), phase, self.micro_batch, name, node, place, has_nan, itself, parents, written)
+        event = Event(
+            index=len(self.events),
+            phase=phase,
+            micro_batch=self.micro_batch,
+            operator=name,
+            node=node,
+            place=place,
+            has_nan=has_nan,
+            itself=itself,
+            parents=parents,
+            others=others,
+            number=number,
+            written=written,
+        )
         if itself or all(isinstance(parent, Outside) or parent.written for parent in parents):
             named = [self._name_of(tensor) or label for label, tensor in zip(call.labels, call.given, strict=True)]
             event.inputs = tuple(range_of(tensor, label) for label, tensor in zip(named, call.values, strict=True))
@@ -167,6 +182,10 @@ class Provenance(torch_private.DispatchMode):
             return "accumulate", "", Place()
         place, repeated = self._locator.in_backward(torch_private.sequence_number(node))
         return ("forward" if repeated else self.phase), node.name(), place
+
+
+def _each_once(origins: Iterable[Origin]) -> list[Origin]:
+    return list({id(origin): origin for origin in origins}.values())
 
 
 def _covers(tensor: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +12,12 @@ from torch import Tensor
 
 import functional_amp.debug.torch_private as torch_private
 from functional_amp.debug.blame import Origin
+from functional_amp.debug.draws import Draws
 from functional_amp.debug.explain_range import is_finite
 from functional_amp.debug.locate import Locator
 from functional_amp.debug.nonfinite import nonfinite_paths
 from functional_amp.debug.provenance import Provenance
-from functional_amp.debug.provenance_call import random_state_kept
 from functional_amp.engine.limits import limit_of
-from functional_amp.engine.random import seeded
 from functional_amp.optim import Optimizer
 from functional_amp.precision import cast_floating
 from functional_amp.registry import with_fields
@@ -84,37 +82,35 @@ def options_of(loss_fn: Any, backend: Any, compute_dtype: torch.dtype | None) ->
     return Options(step.loss_fn, backend, step.compute_dtype, step.max_norm, step.norm_type, step.clip_eps)
 
 
-def settled(options: Options, state: TrainState, window: Sequence[Any], seed: int | None) -> Options:
+def settled(options: Options, state: TrainState, window: Sequence[Any], draws: Draws) -> Options:
     """The options with what "auto" stands for: the engine for a loss that torch.func can't differentiate.
 
-    One plain backward tells. What is tried under instruments would leave its values in the record.
+    A plain run of the window tells, and meets what must not be in a record: the rehearsal of a module that was
+    never called, and the generators of the loss function's own.
     """
-    if options.backend != "auto":
-        return options
-    func, engine = replace(options, backend="func"), replace(options, backend="autograd")
-    if known_limit(options.loss_fn):
-        return engine
+    func = replace(options, backend="func") if options.backend == "auto" else options
+    engine = replace(options, backend="autograd")
+    if options.backend == "auto" and known_limit(options.loss_fn):
+        func = engine
     try:
-        is_finite_at(func, state, window[:1], seed, 1.0)
+        with draws.watched():
+            _step_of(func)(_state_at(state, 1.0), window)
     except (RuntimeError, NotImplementedError) as error:
-        if limit_of(error) is None:
+        if options.backend != "auto" or limit_of(error) is None:
             raise
         return engine
     return func
 
 
-@contextmanager
-def drawing(seed: int | None) -> Iterator[None]:
-    """Eager mode, and the random numbers of the seed or of now; the generators are left as they were."""
-    # A module of the user's may be compiled; where dynamo was never imported, none is.
-    eager = torch.compiler.set_stance("force_eager") if torch_private.compiler_is_loaded() else nullcontext()
-    with eager, random_state_kept() if seed is None else seeded(seed):
-        yield
-
-
-def is_finite_at(options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float) -> bool:
+def is_finite_at(options: Options, state: TrainState, window: Sequence[Any], draws: Draws, scale: float) -> bool:
     """Whether a plain step at this scale would be applied, as `make_step` itself says."""
-    step = make_step(
+    with draws.again():
+        _, metrics = _step_of(options)(_state_at(state, scale), window)
+    return bool(metrics.finite)
+
+
+def _step_of(options: Options) -> Step:
+    return make_step(
         options.loss_fn,
         _STILL,
         max_norm=options.max_norm,
@@ -123,14 +119,14 @@ def is_finite_at(options: Options, state: TrainState, window: Sequence[Any], see
         backend=options.backend,
         compute_dtype=options.compute_dtype,
     )
-    state = with_fields(state, scaler=_static(scale, state), opt_state=(), window=None)
-    with drawing(seed):
-        _, metrics = step(state, window)
-    return bool(metrics.finite)
+
+
+def _state_at(state: TrainState, scale: float) -> TrainState:
+    return with_fields(state, scaler=_static(scale, state), opt_state=(), window=None)
 
 
 def largest_good_scale(
-    options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float
+    options: Options, state: TrainState, window: Sequence[Any], draws: Draws, scale: float
 ) -> float | None:
     """The largest power of two at which the window is finite and at twice which it is not.
 
@@ -139,7 +135,7 @@ def largest_good_scale(
     """
 
     def good(exponent: int) -> bool:
-        return is_finite_at(options, state, window, seed, 2.0**exponent)
+        return is_finite_at(options, state, window, draws, 2.0**exponent)
 
     if not good(LOWEST):
         return None
@@ -152,14 +148,14 @@ def largest_good_scale(
     return 2.0**low
 
 
-def instrumented(options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float) -> Replay:
+def instrumented(options: Options, state: TrainState, window: Sequence[Any], draws: Draws, scale: float) -> Replay:
     """Runs the window's stages under a record, up to the first value that is not finite."""
     named = [*_named("params", state.params), *_named("buffers", state.buffers)]
     named += [pair for micro_batch in window for pair in _named("batch", micro_batch)]
     locator = Locator(instrumented.__code__)
     record = Provenance(locator, named)
     loss, counts = torch.nan, True
-    with drawing(seed), locator:
+    with draws.again(), locator:
         for check in _checks(options, state, window, _static(scale, state), record):
             if check.loss is not None:
                 loss, counts = float(check.loss), check.counts
