@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import warnings
 from typing import Any, cast
 
 import numpy
@@ -114,6 +115,17 @@ def test_a_step_inside_autocast_is_explained_inside_it() -> None:
     assert (why.stage, why.operator) == ("forward", "mm")
     outside = explain(step, state, window)
     assert not outside.found and "inside torch.autocast, call explain inside it too" in outside.advice
+
+
+def test_anomaly_mode_does_not_get_in_the_way() -> None:
+    """Whoever looks for a NaN has it on: it would raise at the first one that the backward makes."""
+    state = fa.init_state(torch.ones(2), fa.sgd(0.1), fa.StaticScale(1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is on
+        with torch.autograd.set_detect_anomaly(True):
+            why = explain(lambda p, x: (p * x * 0 / 0).sum(), state, [torch.ones(2)])
+            assert torch.is_anomaly_enabled()
+    assert (why.stage, why.operator) == ("forward", "div")
 
 
 def test_a_stacked_window_is_taken_apart_as_the_message_says() -> None:
@@ -231,3 +243,23 @@ def test_what_spoils_the_same_gradient_too_is_not_harmless() -> None:
     state = fa.init_state(torch.ones(3), fa.sgd(0.1), fa.StaticScale(1.0))
     why = explain(loss_fn, state, [torch.zeros(3)])
     assert (why.stage, why.operator, why.harmless) == ("forward", "div", 0)
+
+
+# Whose a bad element is.
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_part_of_one_memory_has_its_name(transposed: bool) -> None:
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return sum(((params * part).sum() for part in batch.values()), torch.zeros(()))
+
+    state = fa.init_state(torch.ones(3, 2), fa.sgd(0.1), fa.StaticScale(1.0))
+    memory = torch.ones(2, 3, 2)
+    for index, name in enumerate(("a", "b")):
+        spoiled = memory.clone()
+        spoiled[index, 1, 1] = torch.nan
+        # Columns of one memory lie between each other.
+        parts = spoiled.permute(1, 2, 0).contiguous().unbind(-1) if transposed else spoiled.unbind()
+        why = explain(loss_fn, state, [dict(zip(("a", "b"), parts, strict=True))])
+        assert (why.stage, why.source) == ("input", f"batch.{name}")
+        assert why.output is not None and (why.output.nan, why.output.low, why.output.high) == (1, 1.0, 1.0)

@@ -67,10 +67,11 @@ Origin: TypeAlias = Outside | Event
 
 # An infinity that passes through these is still the one that somebody wrote.
 _MOVES = frozenset(
-    "add add_ alias amax amin cat clamp clamp_ clone constant_pad_nd copy copy_ cummax cummin diagonal div div_ "
-    "expand fill fill_ flip gather index index_copy index_fill index_put index_put_ index_select lift_fresh_copy "
-    "masked_fill masked_fill_ masked_scatter max maximum min minimum mul mul_ neg new_full permute repeat roll "
-    "rsub scatter select slice sort stack sub sub_ _to_copy _unsafe_view to topk tril tril_ triu triu_ where".split()
+    "add add_ addmm alias amax amin baddbmm cat clamp clamp_ clone constant_pad_nd copy copy_ cummax cummin "
+    "diagonal div div_ expand fill fill_ flip gather index index_copy index_fill index_put index_put_ "
+    "index_select lift_fresh_copy masked_fill masked_fill_ masked_scatter max maximum min minimum mul mul_ neg "
+    "new_full permute repeat roll rsub scatter select slice sort stack sub sub_ _to_copy _unsafe_view to topk "
+    "tril tril_ triu triu_ where".split()
 )
 # These are what a mask is made for: where one of them gives NaN, the mask is wrong, not the number in it.
 _MASKED = frozenset("_softmax _log_softmax logsumexp logaddexp exp exp_ sub sub_ add add_".split())

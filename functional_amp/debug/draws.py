@@ -31,16 +31,17 @@ class Draws:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """One run, in eager mode: a module of the user's may be compiled."""
+        """One run, in eager mode: a module of the user's may be compiled. Anomaly mode would raise at the first NaN."""
         eager = torch.compiler.set_stance("force_eager") if torch_private.compiler_is_loaded() else nullcontext()
         numpy: Any = sys.modules.get("numpy")  # whoever draws from it has imported it
         pythons, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
-        with eager, random_state_kept() if self._seed is None else seeded(self._seed):
+        plain = torch.autograd.set_detect_anomaly(False)
+        with eager, plain, random_state_kept() if self._seed is None else seeded(self._seed):
             try:
                 yield
             finally:
                 random.setstate(pythons)
-                if numpys is not None:
+                if numpy is not None:
                     numpy.random.set_state(numpys)
                 for generator, state in self._own.items():
                     generator.set_state(state)

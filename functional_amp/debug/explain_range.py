@@ -39,7 +39,6 @@ class Range:
 def range_of(tensor: Tensor, name: str) -> Range:
     """The range of a tensor; of complex numbers, of their parts."""
     values = readable(tensor.detach())
-    values = values.double() if values.device.type != "mps" else values.float()
     finite = values[torch.isfinite(values)]
     low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (torch.nan, torch.nan)
     nan, inf = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
