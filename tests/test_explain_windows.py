@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 import warnings
+from pathlib import Path
 from typing import Any, cast
 
 import numpy
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import functional_amp as fa
@@ -243,6 +246,27 @@ def test_what_spoils_the_same_gradient_too_is_not_harmless() -> None:
     state = fa.init_state(torch.ones(3), fa.sgd(0.1), fa.StaticScale(1.0))
     why = explain(loss_fn, state, [torch.zeros(3)])
     assert (why.stage, why.operator, why.harmless) == ("forward", "div", 0)
+
+
+# What is not followed.
+
+
+def exploding(params: Any, x: Tensor) -> Tensor:
+    return (params["w"] * x).exp().sum()
+
+
+def test_sharded_parameters_are_explained_as_full_tensors(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        params = {"w": distribute_tensor(torch.full((2,), 100.0), mesh, [Shard(0)])}
+        state, window = fa.init_state(params, fa.sgd(0.1), fa.StaticScale(1.0)), [torch.ones(2)]
+        with pytest.raises(TypeError, match=r"found DTensors at \['w'\].*leaf.full_tensor\(\) in place of each"):
+            explain(exploding, state, window)
+        full = {name: cast(Any, leaf).full_tensor() for name, leaf in state.params.items()}
+        assert explain(exploding, dataclasses.replace(state, params=full), window).operator == "exp"
+    finally:
+        dist.destroy_process_group()
 
 
 # Whose a bad element is.

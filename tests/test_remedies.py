@@ -1,7 +1,8 @@
 """Each remedy that an error message names is applied, and what raised before succeeds.
 
-Elsewhere: those of torch.func's limits and of containers (test_cases_loops_graphs.py), of modules that keep something
-(test_cases_modules.py), of a changed hyperparameter (test_checkpoint.py), of GradScaler's dict (test_interop.py).
+Elsewhere: those of torch.func's limits and of containers (test_cases_loops_graphs.py), of modules that are wrapped or
+keep something (test_cases_modules.py), of DTensors (test_explain_windows.py), of a changed hyperparameter
+(test_checkpoint.py), of GradScaler's dict (test_interop.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import pytest
@@ -71,6 +72,10 @@ def scaled(tree: Any = None, scale: float = 8.0) -> fa.ScaledGrads:
 def applied(result: Any) -> bool:
     """Whether a step's result is an applied window."""
     return bool(result[1].applied)
+
+
+def file() -> Path:
+    return Path(tempfile.mkdtemp()) / "state"
 
 
 # Trees.
@@ -800,11 +805,121 @@ row(
     lambda: fa.to_module(nn.Linear(3, 1), fa.from_module(nn.Linear(3, 1)).params),
 )
 
+
+class Global(nn.Module):
+    """Reads a layer that it is not given, or one of its own."""
+
+    def __init__(self, own: bool):
+        super().__init__()
+        self.layer, self.own = nn.Linear(3, 1), own
+        LAYERS["last"] = self.layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer if self.own else LAYERS["last"])(x)
+
+
+LAYERS: dict[str, nn.Module] = {}
+
+
+def read(own: bool) -> Tensor:
+    apply, given, _ = fa.from_module(Global(own))
+    return apply(given, BATCH)
+
+
+row(
+    "a layer that is read through a global",
+    lambda: read(own=False),
+    RuntimeError,
+    "Read it through self",
+    lambda: read(own=True),
+)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a checkpointed part, in one of two ways."""
+
+    n: Tensor
+
+    def __init__(self, in_place: bool):
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(3, 1), in_place
+        self.register_buffer("n", torch.zeros(()))
+
+    def part(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.n.add_(1)
+        else:
+            self.n = self.n + 1
+        return self.linear(x)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+def counted(in_place: bool) -> bool:
+    apply, given, buffers = fa.from_module(Counts(in_place))
+
+    def loss(p: Any, x: Tensor, b: Any) -> fa.Loss:
+        out, after = apply.with_buffers(p, b, x)
+        return fa.Loss(out.sum(), buffers=after)
+
+    step = fa.make_step(loss, SGD, backend="autograd")
+    return applied(step(state(params=given, buffers=buffers), [BATCH, BATCH]))
+
+
+row(
+    "a buffer that a checkpointed part assigns",
+    lambda: counted(in_place=False),
+    RuntimeError,
+    "Write self.n.add_(1), not self.n = self.n + 1",
+    lambda: counted(in_place=True),
+)
+
 # Files and checkpoints.
 
 
-def file() -> Path:
-    return Path(tempfile.mkdtemp()) / "state"
+def loaded_by_torch() -> fa.TrainState:
+    """A whole state, as torch.save and torch.load take it."""
+    path = file()
+    torch.save(state(), path)
+    return torch.load(path, weights_only=False)
+
+
+row(
+    "a state that torch.load gave",
+    lambda: fa.load_state_dict(state(), cast(Any, loaded_by_torch())),
+    TypeError,
+    "a state that torch.load gave needs no load_state_dict",
+    lambda: applied(STEP(loaded_by_torch(), [X])),
+)
+row(
+    "a dict without its version",
+    lambda: fa.load_state_dict(state(), {"params/w": X}),
+    ValueError,
+    "pass a dict that state_dict of this version of functional_amp gave",
+    lambda: fa.load_state_dict(state(), fa.state_dict(state())),
+)
+row(
+    "a part of a file",
+    lambda: fa.load_state_dict(state(), {"format_version": fa.state_dict(state())["format_version"]}),
+    ValueError,
+    "load all entries of the file",
+    lambda: fa.load_state_dict(state(), dict(fa.state_dict(state()).items())),
+)
+row(
+    "a sparse tensor in a file",
+    lambda: fa.save(file(), {"w": torch.eye(2).to_sparse()}),
+    TypeError,
+    "state_dict(state) makes them",
+    lambda: fa.save(file(), fa.state_dict(state(params={"w": torch.eye(2)}))),
+)
+row(
+    "a name that the format takes for itself",
+    lambda: fa.save(file(), {"__metadata__": X}),
+    TypeError,
+    "rename it",
+    lambda: fa.save(file(), {"metadata": X}),
+)
 
 
 row(
@@ -902,6 +1017,38 @@ row(
     lambda: fa.opt_state_to_torch(
         fa.sgd(0.1, momentum=0.9).init(OURS), torch.optim.SGD(MODEL.parameters(), 0.1, momentum=0.9), list(OURS)
     ),
+)
+
+row(
+    "the dict of another optimizer of torch",
+    lambda: fa.opt_state_from_torch(fa.sgd(0.1, momentum=0.9).init(OURS), theirs().state_dict(), list(OURS), applied=1),
+    TypeError,
+    "pass the state of the same rule, or let the optimizer start",
+    lambda: (
+        fa.opt_state_from_torch(fa.adamw().init(OURS), theirs().state_dict(), list(OURS)),
+        fa.sgd(0.1, momentum=0.9).init(OURS),
+    ),
+)
+row(
+    "amsgrad",
+    lambda: fa.opt_state_from_torch(ADAM.init(OURS), theirs(amsgrad=True).state_dict(), list(OURS)),
+    ValueError,
+    "carry the parameters alone, and let the optimizer start without amsgrad",
+    lambda: applied(fa.make_step(lambda p, x: (p["weight"] * x).sum(), ADAM)(state(ADAM, params=OURS), [X])),
+)
+row(
+    "a count that the dict has already",
+    lambda: fa.opt_state_from_torch(ADAM.init(OURS), theirs().state_dict(), list(OURS), applied=7),
+    ValueError,
+    "leave it out",
+    lambda: bool(fa.opt_state_from_torch(ADAM.init(OURS), theirs().state_dict(), list(OURS)).step == 1),
+)
+row(
+    "momentum where this optimizer keeps none",
+    lambda: fa.maybe_step(SGD, params(), fa.sgd(0.1, momentum=0.9).init(params()), scaled(), torch.tensor(True)),
+    TypeError,
+    "Take the state from the init of this very optimizer",
+    lambda: fa.maybe_step(SGD, params(), SGD.init(params()), scaled(), torch.tensor(True)),
 )
 
 # The tools.
@@ -1029,3 +1176,11 @@ def test_what_raised_succeeds_once_the_remedy_is_applied(name: str) -> None:
         wrong()
     assert remedy in str(raised.value)
     assert right() is not False
+
+
+@pytest.mark.slow
+def test_a_scan_that_the_engine_differentiates_in_a_graph_is_a_list_instead(fresh_dynamo: None) -> None:
+    step = fa.make_step(loss_fn, SGD, backend="autograd", compile={"backend": "aot_eager"})
+    with pytest.raises(ValueError, match=r"Call step\(state, micro_batches\) with a list"):
+        step.scan(state(), torch.stack([X, X]))
+    assert applied(step(state(), [X, X]))
