@@ -1139,6 +1139,19 @@ row(
         and debug.underflow_report(square_root, params(), X, dtype=torch.float16)
     ),
 )
+
+
+def by_items(p: Any, x: Tensor) -> fa.Loss:
+    return fa.Loss((p["w"] * x).sum(), weight=(x > 0).sum())
+
+
+row(
+    "a batch without weight",
+    lambda: debug.underflow_report(by_items, params(), 0 * X, dtype=torch.float16),
+    ValueError,
+    "pass a batch with items that count",
+    lambda: debug.underflow_report(by_items, params(), X, dtype=torch.float16),
+)
 row(
     "bare parameters to explain",
     lambda: tools.explain(loss_fn, params(), [X]),
