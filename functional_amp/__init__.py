@@ -16,11 +16,13 @@ from functional_amp.module import to_module as to_module
 from functional_amp.optim import AdamState as AdamState
 from functional_amp.optim import Optimizer as Optimizer
 from functional_amp.optim import SGDState as SGDState
+from functional_amp.optim import TorchState as TorchState
 from functional_amp.optim import adam as adam
 from functional_amp.optim import adamw as adamw
 from functional_amp.optim import apply_updates as apply_updates
 from functional_amp.optim import constant as constant
 from functional_amp.optim import cosine as cosine
+from functional_amp.optim import from_torch as from_torch
 from functional_amp.optim import join as join
 from functional_amp.optim import linear as linear
 from functional_amp.optim import partition as partition

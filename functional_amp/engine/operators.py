@@ -3,6 +3,7 @@
 - `norm`: the 2-norm of a list of leaves, read once
 - `materialize`: a scalar that is computed once, not at each element
 - `sgd_`, `adam_`: torch's fused kernels for a list of leaves, in place
+- `imperative_`: an optimizer of torch.optim, in place
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _LIBRARY.define(
     "adam_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor count, "
     "Tensor lr, float beta1, float beta2, float weight_decay, float eps, bool decoupled, Tensor? divisor, "
     "Tensor skip) -> ()"
+)
+_LIBRARY.define(
+    "imperative_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] kept, bool[] missing, Tensor count, "
+    "Tensor? divisor, Tensor? applied, str[] paths, int number) -> ()"
 )
 _LIBRARY.impl("materialize", torch.clone, "CompositeExplicitAutograd")
 _LIBRARY.impl("materialize", torch.empty_like, "Meta")

@@ -5,6 +5,8 @@ from functional_amp.optim.adam import adam as adam
 from functional_amp.optim.adam import adamw as adamw
 from functional_amp.optim.base import Optimizer as Optimizer
 from functional_amp.optim.base import apply_updates as apply_updates
+from functional_amp.optim.from_torch import TorchState as TorchState
+from functional_amp.optim.from_torch import from_torch as from_torch
 from functional_amp.optim.partition import partition as partition
 from functional_amp.optim.schedules import constant as constant
 from functional_amp.optim.schedules import cosine as cosine
