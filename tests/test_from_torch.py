@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import functional_amp as fa
-from functional_amp.testing import assert_same_bits, mapped
+from functional_amp.testing import assert_same_bits, leaves_of, mapped
 from functional_amp.testing.conformance.laws import vmapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -455,3 +455,39 @@ def test_optimizers_of_others_have_the_bits_of_the_imperative_loop(name: str):
         assert_same_bits(tuple(skipped), (params, state))
         loop.step(grads)
         loop.assert_is(params, state)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_low_bit_states_are_kept_as_the_tensors_they_are_made_of(name: str):
+    cls = getattr(pytest.importorskip("torchao.optim"), name)
+    params = {"w": torch.randn(64, 128), "b": torch.randn(5)}
+    schedule = fa.linear(0.1, 0.2, 3)
+    optimizer, loop = from_torch(cls, lr=schedule), Loop(cls, params, {"lr": 0.1})
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its update
+        state = optimizer.init(params)
+        assert all(type(leaf) is Tensor for leaf in leaves_of(state) if leaf is not None)
+        for seed in range(3):
+            grads = gradients(params, seed)
+            params, state = fa.maybe_step(optimizer, params, state, grads, GOOD)
+            skipped = fa.maybe_step(optimizer, params, state, mapped(lambda g: g * math.nan, grads), BAD)
+            assert_same_bits(tuple(skipped), (params, state))
+            loop.optimizer.param_groups[0]["lr"].fill_(schedule(torch.tensor(seed)).item())
+            loop.step(grads)
+            assert_same_bits(params, loop.params)
+            codes = loop.optimizer.state[loop.params["w"]]["exp_avg"].codes
+            assert_same_bits(state.state["exp_avg.codes"]["w"], codes)
+
+
+def test_a_schedule_free_optimizer_is_evaluated_at_its_average():
+    cls = schedulefree("SGDScheduleFree")()
+    params = params_of(OPTIM.SGD)
+    optimizer, loop = from_torch(cls, lr=0.1, momentum=0.9), Loop(cls, params, {"lr": 0.1, "momentum": 0.9})
+    state = optimizer.init(params)
+    for seed in range(3):
+        params, state = optimizer.step(gradients(params, seed), state, params)
+        loop.step(gradients(params, seed))
+    loop.optimizer.eval()
+    average = mapped(lambda p, z: p.lerp(z, 1 - 1 / 0.9), params, state.state["z"])
+    assert_same_bits(average, loop.params)

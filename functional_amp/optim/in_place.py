@@ -17,12 +17,12 @@ from functional_amp.torch_private import levels
 
 
 class Given(NamedTuple):
-    """What an update is given: tensors of the parameters, of what is kept of them, and where they are in the tree."""
+    """What an update is given: the tensors, the count of updates before it, and where the parameters are."""
 
     params: list[Tensor]
     grads: list[Tensor | None]
     kept: list[Tensor]
-    count: Tensor
+    updates: Tensor
     paths: list[str]
 
 

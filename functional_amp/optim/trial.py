@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from functional_amp.dtypes import is_differentiable
 from functional_amp.engine.random import random_state
+from functional_amp.engine.sharded import is_sharded
 from functional_amp.optim.slots import Slot, kept, slot_of
-from functional_amp.torch_private import levels, storage_key, torch_pytree
+from functional_amp.torch_private import is_wrapper, levels, storage_key, torch_pytree
 
 
 class Kept(NamedTuple):
@@ -221,7 +222,9 @@ def _has_nan(value: Any) -> bool:
     if not is_differentiable(value):
         return False
     *_, plain = levels(value)
-    return type(plain) in (Tensor, torch.nn.Parameter) and bool(plain.isnan().any())
+    if is_sharded(plain):
+        plain = cast(Any, plain).to_local()
+    return not is_wrapper(plain) and bool(plain.isnan().any())
 
 
 def _switched(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, bool]:
