@@ -22,11 +22,17 @@ from functional_amp.optim import adamw as adamw
 from functional_amp.optim import apply_updates as apply_updates
 from functional_amp.optim import constant as constant
 from functional_amp.optim import cosine as cosine
+from functional_amp.optim import cosine_restarts as cosine_restarts
+from functional_amp.optim import exponential as exponential
 from functional_amp.optim import from_torch as from_torch
+from functional_amp.optim import from_torch_schedule as from_torch_schedule
 from functional_amp.optim import join as join
 from functional_amp.optim import linear as linear
+from functional_amp.optim import one_cycle as one_cycle
 from functional_amp.optim import partition as partition
+from functional_amp.optim import polynomial as polynomial
 from functional_amp.optim import sgd as sgd
+from functional_amp.optim import warmup as warmup
 from functional_amp.optim import warmup_cosine as warmup_cosine
 from functional_amp.optim.transaction import Stepped as Stepped
 from functional_amp.optim.transaction import maybe_step as maybe_step

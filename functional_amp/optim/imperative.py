@@ -82,7 +82,7 @@ class Imperative:
             group = {**template, "params": [params[place] for place in places]}
             for name, value in hyper.items():
                 if _moves(value):
-                    now = _resolved(value, count, group)
+                    now: Any = _resolved(value, count, group)
                     kept = isinstance(group[name], Tensor) and not isinstance(now, Tensor)
                     group[name] = torch.full_like(group[name], now) if kept else now
             group.update({slot.key: slot.decoded(given) for slot in slots})
