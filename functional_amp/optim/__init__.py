@@ -5,6 +5,8 @@ from functional_amp.optim.adam import adam as adam
 from functional_amp.optim.adam import adamw as adamw
 from functional_amp.optim.base import Optimizer as Optimizer
 from functional_amp.optim.base import apply_updates as apply_updates
+from functional_amp.optim.chain import Transform as Transform
+from functional_amp.optim.chain import chain as chain
 from functional_amp.optim.decays import cosine_restarts as cosine_restarts
 from functional_amp.optim.decays import exponential as exponential
 from functional_amp.optim.decays import one_cycle as one_cycle
@@ -21,3 +23,8 @@ from functional_amp.optim.schedules import warmup_cosine as warmup_cosine
 from functional_amp.optim.sgd import SGDState as SGDState
 from functional_amp.optim.sgd import sgd as sgd
 from functional_amp.optim.torch_schedules import from_torch_schedule as from_torch_schedule
+from functional_amp.optim.transforms import EmaState as EmaState
+from functional_amp.optim.transforms import adaptive_clip as adaptive_clip
+from functional_amp.optim.transforms import add_noise as add_noise
+from functional_amp.optim.transforms import clip_by_value as clip_by_value
+from functional_amp.optim.transforms import ema as ema

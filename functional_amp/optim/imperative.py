@@ -84,7 +84,7 @@ class Imperative:
                 if _moves(value):
                     now: Any = _resolved(value, count, group)
                     kept = isinstance(group[name], Tensor) and not isinstance(now, Tensor)
-                    group[name] = torch.full_like(group[name], now) if kept else now
+                    group[name] = torch.full_like(group[name], float(now)) if kept else now
             group.update({slot.key: slot.decoded(given) for slot in slots})
             optimizer.param_groups.append(group)
         waiting = iter(state.begun)
