@@ -1,10 +1,10 @@
-"""The composed step: init_state, Step, make_step."""
+"""The composed step: Step, make_step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from functional_amp.engine.limits import naming_limits
 from functional_amp.engine.random import seeded
 from functional_amp.engine.runs import Runs
 from functional_amp.engine.scan import scan_window
-from functional_amp.engine.storage import FRESH, Storage, copied, unshared
-from functional_amp.mode import stage, transformed
-from functional_amp.optim.base import Optimizer, check_optimizer, init_with
+from functional_amp.engine.storage import FRESH, Storage
+from functional_amp.optim.base import Optimizer, check_optimizer
 from functional_amp.optim.transaction import maybe_step
 from functional_amp.precision import cast_floating, check_dtype
 from functional_amp.registry import with_fields
@@ -26,69 +25,35 @@ from functional_amp.selection import select
 from functional_amp.stages.accumulate import alike
 from functional_amp.stages.aux import aux_mean, aux_sum
 from functional_amp.stages.clip import check_clip, clip
-from functional_amp.stages.differentiate import Backend, backend_in_graphs, check_backend, known_limit
+from functional_amp.stages.differentiate import (
+    Backend,
+    backend_in_graphs,
+    check_backend,
+    check_loop_in_graph,
+    known_limit,
+)
 from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
-from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
+from functional_amp.tree import PyTree
 from functional_amp.values.grads import Loss, check_loss_fn
-from functional_amp.values.scaler import DynamicScale, Scaler, check_scaler, update_scale
+from functional_amp.values.scaler import update_scale
 from functional_amp.values.state import Metrics, TrainState, Window
-
-
-@stage
-def init_state(
-    params: PyTree, optimizer: Optimizer | Any, scaler: Scaler | None = None, buffers: PyTree = None
-) -> TrainState:
-    """Makes the state before the first window. It shares no memory with what is given, so a step may donate it.
-
-    Args:
-        params: a pytree of tensors; they are copied, as the buffers are.
-        optimizer: gives the optimizer state by its `init`.
-        scaler: by default `DynamicScale()`. It moves to the device of the parameters.
-        buffers: a pytree of tensors that the loss function takes and returns, or None.
-
-    Raises:
-        TypeError: for leaves that are not tensors, a scaler or an optimizer that is not one.
-
-    >>> import torch
-    >>> from functional_amp import sgd
-    >>> init_state({"w": torch.ones(2)}, sgd(lr=0.1)).scaler.scale
-    tensor(65536.)
-    """
-    scaler = DynamicScale() if scaler is None else scaler
-    check_scaler(scaler)
-    leaves = [leaf for leaf in flatten_tensors(params, "params").leaves if leaf is not None]
-    flatten_tensors(buffers, "buffers")
-    if any([not isinstance(leaf, Tensor) for leaf in flatten(scaler).leaves if leaf is not None]):
-        raise TypeError(
-            f"scaler: found {type(scaler).__name__}, expected a registered pytree node with tensors at its leaves. "
-            "Register the class with functional_amp.register(cls, children, static), numbers among its static fields."
-        )
-    if leaves:
-        scaler = cast(Scaler, map_tensors(lambda leaf: leaf.to(leaves[0].device), scaler))
-    if transformed():
-        opt_state = init_with(optimizer, params)
-    else:
-        params, buffers = map_tensors(copied, params), map_tensors(copied, buffers)
-        scaler = cast(Scaler, map_tensors(copied, scaler))
-        opt_state = unshared(init_with(optimizer, params), params)
-    # One tensor each: torch.compile would guard on three inputs being one object, which later states never are.
-    counters = [torch.zeros_like(scaler.scale, dtype=torch.int32) for _ in range(3)]
-    return TrainState(params, opt_state, scaler, buffers, None, *counters)
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """The composed step, as a value: its options, and a body made of the public stages.
+
         for micro_batch in window:
             grads, loss, aux = scale_backward(loss_fn, scaler, params, micro_batch)
             total = accumulate(total, grads)
         grads, norm = clip(total, max_norm)
-        finite = all_finite(grads, norm=norm)
+        finite = storage.begin(all_finite(grads, norm=norm))
         params, opt_state = maybe_step(optimizer, params, opt_state, grads, finite)
         scaler = update_scale(scaler, finite)
 
     `make_step` makes one, and `dataclasses.replace(step, max_norm=1.0)` another.
+
     Attributes (beside the arguments of `make_step`):
         accumulate: `(state, micro_batch) -> state`: adds a micro-batch to the open window.
         update: `state -> (state, metrics)`: closes the window.
@@ -161,8 +126,10 @@ class Step:
         Compiled it is one graph with one micro-step in it, whatever the length of the window.
 
         Raises:
-            ValueError: for leaves that are not tensors of one first size, naming them; for an empty window.
+            ValueError: for leaves that are not tensors of one first size, naming them; for an empty window; for a
+                compiled step whose loss the autograd engine differentiates.
         """
+        check_loop_in_graph(self._loss, self._backend, self.compile)
         return naming_limits(self._runs.scan, self.compile)(state, micro_batches)
 
     @property
@@ -215,7 +182,7 @@ class Step:
         if window is None:
             raise ValueError("update: found no open window, expected step.accumulate(state, micro_batch) before it.")
         grads, norm = clip(window.grads, self.max_norm, norm_type=self.norm_type, eps=self.clip_eps)
-        finite = all_finite(grads, norm=norm)
+        finite = storage.begin(all_finite(grads, norm=norm))
         applied = finite & (grads.weight > 0)
         # Before the update: what raises here has not written to a donated state yet.
         buffers = select(applied, window.buffers, state.buffers, "buffers")

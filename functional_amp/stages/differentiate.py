@@ -13,7 +13,7 @@ from torch import Tensor
 from functional_amp.engine.graphs import Compile
 from functional_amp.engine.limits import limit_of
 from functional_amp.engine.random import random_state
-from functional_amp.mode import engine_records, kept_whole_in_graphs, mode, normal
+from functional_amp.mode import engine_records, in_graph, kept_whole_in_graphs, mode, normal
 from functional_amp.torch_private import reaches_this_level
 
 P = ParamSpec("P")
@@ -45,6 +45,16 @@ def backend_in_graphs(backend: Backend, compile: Compile) -> Backend:
             "left in the middle of torch.func.grad. Use backend='autograd', which gives the same values."
         )
     return "autograd"
+
+
+def check_loop_in_graph(loss_fn: Any, backend: Backend, compile: Compile) -> None:
+    """Raises ValueError for a loss that the engine would have to record inside a loop of a graph."""
+    if (compile is not False or in_graph()) and (backend == "autograd" or known_limit(loss_fn)):
+        raise ValueError(
+            "scan: found a loss that the autograd engine differentiates in a compiled step, expected backend='auto' or "
+            "'func': no engine records inside a loop of a graph. Call step(state, micro_batches) with a list of "
+            "micro-batches: that is three graphs at most."
+        )
 
 
 def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> tuple[list[Tensor], Any]:
