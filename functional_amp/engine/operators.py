@@ -85,6 +85,11 @@ def materialized(scalar: T) -> T:
     return cast(T, torch.ops.functional_amp.materialize(scalar))
 
 
+def can_write_in_place() -> bool:
+    """Whether a kernel may write to a tensor now: under a transform it stands for several, or has a derivative."""
+    return mode() != "transform"
+
+
 def operator(name: str) -> Callable[..., Any] | None:
     """The operator of a name, in a graph; None outside, where its kernel is called without it."""
     return getattr(torch.ops.functional_amp, name) if in_graph() else None

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import divided
-from functional_amp.engine.operators import before_writing, implement, operator
+from functional_amp.engine.operators import announce_writing, can_write_in_place, implement, operator
 from functional_amp.engine.storage import Storage, copied
-from functional_amp.mode import host_readable, transformed
+from functional_amp.mode import host_readable
 from functional_amp.optim.imperative import Imperative, known
 from functional_amp.torch_private import levels
 
@@ -30,7 +30,7 @@ def updated(
     imperative: Imperative, given: Given, divisor: Tensor | None, applied: Tensor | None, storage: Storage
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The new parameters and what is kept: on copies, or on the leaves themselves where the storage says so."""
-    if transformed():
+    if not can_write_in_place():
         return _updated_in_transform(imperative, given)
     own = given._replace(
         params=[_working(leaf, storage) for leaf in given.params], kept=[_working(leaf, storage) for leaf in given.kept]
@@ -91,8 +91,7 @@ def _operator(
     paths: list[str],
     number: int,
 ) -> None:
-    for note in before_writing:
-        note()
+    announce_writing()
     imperative = known[number]()
     assert imperative is not None, "a graph outlived the optimizer that it was made for"
     waiting = iter(present)
