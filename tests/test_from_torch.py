@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,6 +311,61 @@ def test_a_derivative_goes_through_a_differentiable_optimizer_and_is_refused_els
     assert found == -grads["w"].sum()
     with pytest.raises(RuntimeError, match=r"a derivative through SGD, expected none.*differentiable=True"):
         torch.func.grad(lambda lr: after(lr, OPTIM.SGD))(torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("name", ["NAdam", "SGD", "Adafactor"])
+def test_where_the_flag_may_not_be_looked_at_the_update_is_taken_back_by_selection(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("functional_amp.optim.in_place.host_readable", lambda flag: False)  # as on an accelerator
+    check(getattr(OPTIM, name), {"lr": 0.1, "momentum": 0.9} if name == "SGD" else {})
+
+
+@pytest.mark.parametrize("cls", [OPTIM.NAdam, OPTIM.SGD])
+def test_a_run_goes_on_from_a_file_with_an_optimizer_that_is_made_anew(cls: Any, tmp_path: Path):
+    hyper = {"lr": 0.1, "momentum": 0.9} if cls is OPTIM.SGD else {}
+    batch = torch.ones(2, 4)
+    step = fa.make_step(loss_fn, from_torch(cls, **hyper))
+    state, _ = step(fa.init_state(params_of(OPTIM.Adam), step.optimizer), [batch])
+    fa.save(tmp_path / "run", fa.state_dict(state))
+    expected, _ = step(state, [batch])
+    again = fa.make_step(loss_fn, from_torch(cls, **hyper))  # has seen no parameters
+    template = fa.init_state(params_of(OPTIM.Adam), step.optimizer)
+    loaded = fa.load_state_dict(template, fa.load(tmp_path / "run"))
+    assert_same_bits(again(loaded, [batch])[0], expected)
+    assert_same_bits(again(pickle.loads(pickle.dumps(state)), [batch])[0], expected)
+
+
+def test_a_float64_tree_and_a_strided_leaf_have_torchs_bits():
+    params = {"w": torch.randn(4, 3, dtype=torch.float64).T, "z": torch.randn(2, dtype=torch.complex64)}
+    optimizer, loop = from_torch(OPTIM.Adam, lr=0.1), Loop(OPTIM.Adam, params, {"lr": 0.1})
+    state = optimizer.init(params)
+    for seed in range(2):
+        grads = mapped(lambda p, seed=seed: torch.full_like(p, 1.0 + seed), params)
+        params, state = optimizer.step(grads, state, params)
+        loop.step(grads)
+        loop.assert_is(params, state)
+    assert params["w"].stride() == (1, 3)
+
+
+def test_an_optimizer_that_raises_in_the_middle_of_its_writes_says_that_a_donated_state_is_lost():
+    class Breaking(OPTIM.SGD):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            super().step()
+            if not any([p.grad is not None and p.grad.isnan().any() for p in self.param_groups[0]["params"]]):
+                raise RuntimeError("disk full")
+
+    for donate, message in ((False, None), (True, "lost")):
+        step = fa.make_step(loss_fn, from_torch(Breaking, lr=0.1), donate=donate)
+        state = fa.init_state(params_of(OPTIM.Adam), step.optimizer)
+        with pytest.raises(RuntimeError, match="disk full"):
+            step(state, [torch.ones(2, 4)])
+        if message is None:
+            assert_same_bits(state.params, params_of(OPTIM.Adam))
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                assert state.params
 
 
 # What is refused
