@@ -866,7 +866,7 @@ row(
         cast(Any, torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), 1))
     ),
     TypeError,
-    "lr: found StepLR … A scheduler of torch.optim is none … use linear, cosine or warmup_cosine",
+    "lr: found StepLR … A scheduler of torch.optim is none … from_torch_schedule",
 )
 
 # Schedules

@@ -101,6 +101,16 @@ def test_a_second_moment_in_bfloat16_does_not_decay_with_the_usual_beta(dtype: A
     assert (state.exp_avg_sq["w"].item() < 0.5) == decays
 
 
+def test_a_second_moment_in_float16_loses_small_gradients():
+    # 0.001 * g**2 is below half of float16's smallest number. The docs say so.
+    params, moments = {"w": torch.ones(1)}, {}
+    for grad in (4e-3, 8e-3):
+        optimizer = fa.adam(1e-3, state_dtype=torch.float16)
+        _, state = fa.maybe_step(optimizer, params, optimizer.init(params), {"w": torch.full((1,), grad)}, GOOD)
+        moments[grad] = state.exp_avg_sq["w"].item()
+    assert moments[4e-3] == 0 and moments[8e-3] > 0
+
+
 def test_what_is_no_dtype_is_refused():
     for bad in (torch.int32, torch.complex64, "bfloat16", torch.float8_e4m3fn):
         with pytest.raises(TypeError, match=r"state_dtype: found .*expected"):

@@ -152,7 +152,7 @@ def _refuse(optimizer: Any) -> NoReturn:
     raise TypeError(
         f"optimizer: found {name}, expected Optimizer(init, update) with "
         "update(grads, opt_state, params) -> (updates, opt_state). A torch.optim optimizer holds its state and "
-        "changes it in place: use functional_amp.sgd, adam or adamw, or write a pair of pure functions."
+        "changes it in place: use functional_amp.sgd, adam or adamw, or from_torch(torch.optim.NAdam, lr=1e-3)."
     )
 
 

@@ -32,19 +32,17 @@ def updated(
     """The new parameters and what is kept: on copies, or on the leaves themselves where the storage says so."""
     if not can_write_in_place():
         return _updated_in_transform(imperative, given)
-    own = given._replace(
-        params=[_working(leaf, storage) for leaf in given.params], kept=[_working(leaf, storage) for leaf in given.kept]
-    )
+    own = given._replace(params=_working(given.params, storage), kept=_working(given.kept, storage))
     _update_in_place(imperative, own, divisor, applied)
     return own.params, own.kept
 
 
-def _working(leaf: Tensor, storage: Storage) -> Tensor:
+def _working(leaves: list[Tensor], storage: Storage) -> list[Tensor]:
     """What the optimizer writes to."""
-    if not storage.writes or leaf.dim() == 0:  # a 0-dim leaf may be held elsewhere, as the metrics hold the scale
-        return copied(leaf)
-    storage.writing_to([leaf])
-    return leaf
+    if not storage.writes:
+        return [copied(leaf) for leaf in leaves]
+    storage.writing_to([leaf for leaf in leaves if leaf.dim()])
+    return [leaf if leaf.dim() else leaf.clone() for leaf in leaves]  # a 0-dim leaf may be held elsewhere
 
 
 def _update_in_place(imperative: Imperative, given: Given, divisor: Tensor | None, applied: Tensor | None) -> None:

@@ -53,6 +53,8 @@ class Slot(NamedTuple):
 
     def write(self, value: Any, tensors: Mapping[str, Tensor]) -> bool:
         """Writes a value into the tensors that it is kept as; False where it is of another kind than before."""
+        if isinstance(value, Tensor) and tensors.get(self.key) is value:  # written in place
+            return True
         if self.number is not None:
             if is_number(value) or isinstance(value, bool):
                 tensors[self.key].fill_(value)

@@ -159,8 +159,10 @@ class _Recorder(dict[str, Any]):
     def begun_by_step(self, key: str) -> bool:
         """Whether the first value of a key came from the update itself, and not from before it."""
         value, version = self._born.get(key, (None, 0))
-        untouched = value is not None and self[key] is value and _version(value) == version
-        return untouched or _has_nan(self.first.get(key))
+        if value is None:
+            return False
+        first = self.first[key]
+        return _has_nan(first) or (self[key] is value and _version(value) == version and not _written(first, value))
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.assigned.add(key)
@@ -195,7 +197,10 @@ def _slots(optimizer: torch.optim.Optimizer, record: _Recorder, *, assigned: boo
 
 
 def _written(first: Any, after: Any) -> bool:
-    return isinstance(after, Tensor) and not torch.equal(first, after)
+    """Whether a tensor has other elements than at first; fused kernels move no version counter."""
+    if not isinstance(after, Tensor) or is_wrapper(after):
+        return False
+    return not torch.equal(*[[*levels(tensor)][-1] for tensor in (first, after)])
 
 
 def _encoded(record: _Recorder, slots: list[Slot]) -> dict[str, Tensor]:
