@@ -116,18 +116,17 @@ def cosine_restarts(start: float, steps: int, factor: int = 1, end: float = 0.0)
     check_steps(steps)
     if check_number(factor, "factor", "an int", integer=True) < 1:
         raise ValueError(f"factor: found {factor!r}, expected an int >= 1.")
-    begins = [0]
-    while factor > 1 and begins[-1] < 2**31:  # counts are int32: 31 restarts at most
-        begins.append(begins[-1] + steps * factor ** (len(begins) - 1))
+    pieces = [(0, steps)]  # where each begins, and how long it is; counts are int32: 31 restarts at most
+    while factor > 1 and sum(pieces[-1]) < 2**31:
+        pieces.append((sum(pieces[-1]), min(pieces[-1][1] * factor, 2**31)))
 
     def schedule(count: Tensor) -> Tensor:
         at = _double(count)
         if factor == 1:
             return _half_cosine(start, end, at.remainder(steps) / steps).to(torch.float32)
         begin, length = torch.zeros_like(at), torch.full_like(at, steps)
-        for number, later in enumerate(begins):
-            begin = torch.where(at >= later, later, begin)
-            length = torch.where(at >= later, float(steps * factor**number), length)
+        for later, longer in pieces[1:]:
+            begin, length = torch.where(at >= later, later, begin), torch.where(at >= later, longer, length)
         return _half_cosine(start, end, (at - begin) / length).to(torch.float32)
 
     return schedule
