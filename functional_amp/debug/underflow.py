@@ -134,8 +134,8 @@ def underflow_report(
 
     Raises:
         TypeError, ValueError: for another dtype, scales outside float32, half-precision parameters, a
-            loss function that computes in half precision by itself, a float32 gradient that is not
-            finite.
+            loss function that computes in half precision by itself, a batch without weight, a float32
+            gradient that is not finite.
 
     >>> import torch
     >>> loss_fn = lambda params, x: 1e-7 * (x @ params).float().sum()
@@ -222,6 +222,11 @@ def _gradients_of(loss_fn: Any, scale: float, params: PyTree, batch: Any) -> lis
     """In true units, as float64: what is told apart must not round again."""
     with seeded(0):
         grads = scale_backward(loss_fn, StaticScale(scale), params, batch, backend="autograd").grads
+    if not grads.weight > 0:
+        raise ValueError(
+            f"batch: found a weight of {float(grads.weight):g}, expected one above 0: the others have no gradient. "
+            "Remedy: pass a batch with items that count."
+        )
     divisor = grads.scale.double() * grads.weight.double()
     leaves = [leaf for leaf in flatten_tensors(grads.tree, "grads").leaves if is_differentiable(leaf)]
     return [leaf.to(torch.promote_types(leaf.dtype, torch.float64)) / divisor.to(leaf.device) for leaf in leaves]

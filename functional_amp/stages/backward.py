@@ -239,5 +239,5 @@ class ScaledLoss:
         if grad.layout != torch.strided:
             raise TypeError(
                 f"loss_fn: found a sparse gradient ({grad.layout}) at {self.path(place)!r}, "
-                "expected a strided one. Use Embedding(sparse=False), or call .to_dense() in the loss function."
+                "expected a strided one. Use Embedding(sparse=False); an autograd.Function returns grad.to_dense()."
             )
