@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -28,12 +25,6 @@ def make_batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield x, x.prod(dim=1, keepdim=True)
 
 
-def ema(average: fa.PyTree, params: fa.PyTree, applied: Tensor, decay: float = DECAY) -> fa.PyTree:
-    """The average after a window: `decay * average + (1 - decay) * params`, or as it was."""
-    moved = optree.tree_map(lambda old, new: torch.lerp(old, new.float(), 1 - decay), average, params)
-    return fa.select(applied, moved, average)
-
-
 def main() -> tuple[fa.TrainState, dict[str, Tensor]]:
     """Gives the state and the average."""
     apply, params, _ = fa.from_module(make_model())
@@ -42,20 +33,16 @@ def main() -> tuple[fa.TrainState, dict[str, Tensor]]:
         x, y = batch
         return mse_loss(apply(params, x).float(), y)
 
-    optimizer = fa.adamw(1e-2)
+    optimizer = fa.chain(fa.ema(DECAY), fa.adamw(1e-2))
     step = fa.make_step(fa.autocast(loss_fn, torch.float16), optimizer)
     state = fa.init_state(params, optimizer, fa.DynamicScale(2.0**20))  # too high: the first windows are skipped
-    average = fa.cast_floating(params, torch.float32)
     for batch in make_batches():
-        state, metrics = step(state, [batch])
-        average = ema(average, state.params, metrics.applied)
+        state, _ = step(state, [batch])
 
-    path = Path(tempfile.mkdtemp()) / "run.ckpt"
-    fa.save(path, fa.state_dict(state, **{f"ema.{name}": leaf for name, leaf in average.items()}))
-    flat = fa.load(path)  # the run and its average, in one file
-    average = {name: flat[f"extra/ema.{name}"] for name in average}
+    average = state.opt_state[0].average  # at its place in the chain; a checkpoint of the state has it
+    evaluate = apply.eval()
     x, y = next(make_batches())
-    loss, smooth = (mse_loss(apply(p, x), y) for p in (state.params, average))
+    loss, smooth = (mse_loss(evaluate(p, x), y) for p in (state.params, average))
     print(f"loss {loss:.3f}, of the average {smooth:.3f}; applied {state.applied}, skipped {state.skipped}")
     return state, average
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -26,21 +25,6 @@ def make_batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield x, x.prod(dim=1, keepdim=True)
 
 
-def noisy(optimizer: fa.Optimizer, eta: float, gamma: float = 0.55) -> fa.Optimizer:
-    """An optimizer that sees gradients with noise of variance `eta / (1 + t) ** gamma` after t applied updates."""
-
-    def init(params: fa.PyTree) -> fa.PyTree:
-        return {"t": torch.tensor(0), "inner": optimizer.init(params)}
-
-    def update(grads: fa.PyTree, state: fa.PyTree, params: fa.PyTree) -> tuple[fa.PyTree, fa.PyTree]:
-        std = (eta / (1 + state["t"]) ** gamma).sqrt()
-        grads = optree.tree_map(lambda grad: grad + std * torch.randn_like(grad), grads)  # in true units
-        updates, inner = optimizer.update(grads, state["inner"], params)
-        return updates, {"t": state["t"] + 1, "inner": inner}
-
-    return fa.Optimizer(init, update)
-
-
 def main(eta: float = 0.01) -> fa.TrainState:
     apply, params, _ = fa.from_module(make_model())
 
@@ -48,14 +32,17 @@ def main(eta: float = 0.01) -> fa.TrainState:
         x, y = batch
         return mse_loss(apply(params, x).float(), y)
 
-    optimizer = noisy(fa.sgd(0.1, momentum=0.9), eta)
+    def std(applied: Tensor) -> Tensor:
+        return (eta / (1 + applied) ** 0.55).sqrt()
+
+    optimizer = fa.chain(fa.add_noise(std), fa.sgd(0.1, momentum=0.9))
     step = fa.make_step(fa.autocast(loss_fn, torch.float16), optimizer, max_norm=1.0)
-    state = fa.init_state(params, optimizer, fa.DynamicScale(2.0**19))  # too high: t counts what is applied
+    state = fa.init_state(params, optimizer, fa.DynamicScale(2.0**19))  # too high: skips are not counted
     losses = []
     for number, batch in enumerate(make_batches()):
         state, metrics = step(state, [batch], seed=number)  # the noise of a window depends on its seed alone
         losses.append(metrics.loss)
-    print(f"loss {losses[-1]:.3f}, {state.opt_state['t']} updates, skipped {state.skipped}")
+    print(f"loss {losses[-1]:.3f}, {state.applied} updates, skipped {state.skipped}")
     return state
 
 
