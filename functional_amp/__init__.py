@@ -7,6 +7,7 @@ from functional_amp.debug import nonfinite_paths as nonfinite_paths
 from functional_amp.engine.random import seeded as seeded
 from functional_amp.files import load as load
 from functional_amp.files import save as save
+from functional_amp.initial import init_state as init_state
 from functional_amp.interop import opt_state_from_torch as opt_state_from_torch
 from functional_amp.interop import opt_state_to_torch as opt_state_to_torch
 from functional_amp.module import Apply as Apply
@@ -50,7 +51,6 @@ from functional_amp.stages.unscale import Unscaled as Unscaled
 from functional_amp.stages.unscale import all_finite as all_finite
 from functional_amp.stages.unscale import unscale as unscale
 from functional_amp.step import Step as Step
-from functional_amp.step import init_state as init_state
 from functional_amp.step import make_step as make_step
 from functional_amp.tree import PyTree as PyTree
 from functional_amp.values.grads import Loss as Loss

@@ -1,10 +1,10 @@
-"""The composed step: init_state, Step, make_step."""
+"""The composed step: Step, make_step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from functional_amp.engine.limits import naming_limits
 from functional_amp.engine.random import seeded
 from functional_amp.engine.runs import Runs
 from functional_amp.engine.scan import scan_window
-from functional_amp.engine.storage import FRESH, Storage, copied, unshared
-from functional_amp.mode import stage, transformed
-from functional_amp.optim.base import Optimizer, check_optimizer, init_with
+from functional_amp.engine.storage import FRESH, Storage
+from functional_amp.optim.base import Optimizer, check_optimizer
 from functional_amp.optim.transaction import maybe_step
 from functional_amp.precision import cast_floating, check_dtype
+from functional_amp.ranks.agree import naming_ranks, over_ranks
+from functional_amp.ranks.mesh import Ranks, as_ranks, inner_groups, loss_groups
 from functional_amp.registry import with_fields
 from functional_amp.selection import select
 from functional_amp.stages.accumulate import alike
@@ -29,52 +30,10 @@ from functional_amp.stages.clip import check_clip, clip
 from functional_amp.stages.differentiate import Backend, backend_in_graphs, check_backend, known_limit
 from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
-from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
+from functional_amp.tree import PyTree
 from functional_amp.values.grads import Loss, check_loss_fn
-from functional_amp.values.scaler import DynamicScale, Scaler, check_scaler, update_scale
+from functional_amp.values.scaler import update_scale
 from functional_amp.values.state import Metrics, TrainState, Window
-
-
-@stage
-def init_state(
-    params: PyTree, optimizer: Optimizer | Any, scaler: Scaler | None = None, buffers: PyTree = None
-) -> TrainState:
-    """Makes the state before the first window. It shares no memory with what is given, so a step may donate it.
-
-    Args:
-        params: a pytree of tensors; they are copied, as the buffers are.
-        optimizer: gives the optimizer state by its `init`.
-        scaler: by default `DynamicScale()`. It moves to the device of the parameters.
-        buffers: a pytree of tensors that the loss function takes and returns, or None.
-
-    Raises:
-        TypeError: for leaves that are not tensors, a scaler or an optimizer that is not one.
-
-    >>> import torch
-    >>> from functional_amp import sgd
-    >>> init_state({"w": torch.ones(2)}, sgd(lr=0.1)).scaler.scale
-    tensor(65536.)
-    """
-    scaler = DynamicScale() if scaler is None else scaler
-    check_scaler(scaler)
-    leaves = [leaf for leaf in flatten_tensors(params, "params").leaves if leaf is not None]
-    flatten_tensors(buffers, "buffers")
-    if any([not isinstance(leaf, Tensor) for leaf in flatten(scaler).leaves if leaf is not None]):
-        raise TypeError(
-            f"scaler: found {type(scaler).__name__}, expected a registered pytree node with tensors at its leaves. "
-            "Register the class with functional_amp.register(cls, children, static), numbers among its static fields."
-        )
-    if leaves:
-        scaler = cast(Scaler, map_tensors(lambda leaf: leaf.to(leaves[0].device), scaler))
-    if transformed():
-        opt_state = init_with(optimizer, params)
-    else:
-        params, buffers = map_tensors(copied, params), map_tensors(copied, buffers)
-        scaler = cast(Scaler, map_tensors(copied, scaler))
-        opt_state = unshared(init_with(optimizer, params), params)
-    # One tensor each: torch.compile would guard on three inputs being one object, which later states never are.
-    counters = [torch.zeros_like(scaler.scale, dtype=torch.int32) for _ in range(3)]
-    return TrainState(params, opt_state, scaler, buffers, None, *counters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +62,14 @@ class Step:
     compute_dtype: torch.dtype | None = None
     donate: bool = False
     compile: Compile = False
+    mesh: Any = None
     accumulate: Callable[[TrainState, Any], TrainState] = field(init=False, repr=False)
     update: Callable[[TrainState], tuple[TrainState, Metrics]] = field(init=False, repr=False)
     _loss: Callable[..., Loss] = field(init=False, repr=False)
     _backend: Backend = field(init=False, repr=False)
     _runs: Runs = field(init=False, repr=False)
+    _ranks: Ranks | None = field(init=False, repr=False)
+    _inner: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_loss_fn(self.loss_fn)
@@ -118,9 +80,18 @@ class Step:
             check_dtype(self.compute_dtype, "compute_dtype")
         check_bool(self.donate, "donate")
         check_compile(self.compile)
-        runs = Runs(self._accumulated, self._updated, self._scanned, donate=self.donate, compile=self.compile)
-        parts = {"accumulate": naming_limits(runs.accumulate, self.compile), "update": runs.update, "_runs": runs}
-        parts |= {"_loss": windowed(self.loss_fn), "_backend": backend_in_graphs(self.backend, self.compile)}
+        ranks = as_ranks(self.mesh)
+        bodies = self._accumulated, self._updated, self._scanned
+        runs = Runs(*bodies, donate=self.donate, compile=self.compile, may_be_empty=ranks is not None)
+        parts = {
+            "accumulate": naming_ranks(naming_limits(runs.accumulate, self.compile), ranks),
+            "update": naming_ranks(runs.update, ranks),
+            "_runs": runs,
+            "_loss": windowed(self.loss_fn),
+            "_backend": backend_in_graphs(self.backend, self.compile, sharded=bool(loss_groups(self.loss_fn))),
+            "_ranks": ranks,
+            "_inner": frozenset() if ranks is None else inner_groups(self.loss_fn, ranks),
+        }
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 
@@ -153,7 +124,8 @@ class Step:
         if seed is not None:
             with seeded(seed):
                 return self(state, micro_batches)
-        return naming_limits(self._runs.window, self.compile)(state, alike(micro_batches))
+        run = naming_ranks(naming_limits(self._runs.window, self.compile), self._ranks)
+        return run(state, alike(micro_batches))
 
     def scan(self, state: TrainState, micro_batches: PyTree) -> tuple[TrainState, Metrics]:
         """One update from micro-batches that are stacked along a first dimension.
@@ -163,7 +135,7 @@ class Step:
         Raises:
             ValueError: for leaves that are not tensors of one first size, naming them; for an empty window.
         """
-        return naming_limits(self._runs.scan, self.compile)(state, micro_batches)
+        return naming_ranks(naming_limits(self._runs.scan, self.compile), self._ranks)(state, micro_batches)
 
     @property
     def needs_engine(self) -> bool:
@@ -211,6 +183,9 @@ class Step:
 
     def _updated(self, state: TrainState, storage: Storage = FRESH) -> tuple[TrainState, Metrics]:
         """The body of `update`: clip, all_finite, maybe_step, update_scale."""
+        stop: Any = ()
+        if self._ranks is not None:
+            state, stop = over_ranks(self._ranks, self._inner, state, storage, self.compute_dtype)
         window = state.window
         if window is None:
             raise ValueError("update: found no open window, expected step.accumulate(state, micro_batch) before it.")
@@ -223,7 +198,14 @@ class Step:
         params, opt_state = maybe_step(self.optimizer, state.params, state.opt_state, grads, finite, storage=storage)
         weight = torch.where(grads.weight == 0, 1, grads.weight)
         metrics = Metrics(
-            window.loss / weight, norm, finite, applied, state.scaler.scale, grads.weight, aux_mean(window.aux, weight)
+            loss=window.loss / weight,
+            grad_norm=norm,
+            finite=finite,
+            applied=applied,
+            scale=state.scaler.scale,
+            weight=grads.weight,
+            aux=aux_mean(window.aux, weight),
+            stop=stop,
         )
         next_state = TrainState(
             params,
@@ -255,6 +237,7 @@ def make_step(
     compute_dtype: torch.dtype | None = None,
     donate: bool = False,
     compile: Compile = False,
+    mesh: Any = None,
 ) -> Step:
     """Composes the six functions into a step.
 
@@ -277,6 +260,9 @@ def make_step(
             micro-batches stays a Python loop, never unrolled. `{"unsafe_skip_guards": True}` looks at no
             guard while the state is the last one returned and the micro-batch has the structure, shapes
             and dtypes of the last one: what it misses is a change of Python values that the loss reads.
+        mesh: the `DeviceMesh` of the ranks that train together, or `Ranks(mesh, ...)` of functional_amp.ranks.
+            `update` adds the windows of all ranks before the norm is measured; `accumulate` sends nothing. A
+            rank may have a window of any length, an empty one too. See docs/distributed.md.
 
     Returns:
         A `Step`. A window without weight is not applied; the scale then counts it as a clean one. A
@@ -294,4 +280,4 @@ def make_step(
     >>> state.params, metrics.loss
     (tensor([2.]), tensor(5.))
     """
-    return Step(loss_fn, optimizer, max_norm, norm_type, clip_eps, backend, compute_dtype, donate, compile)
+    return Step(loss_fn, optimizer, max_norm, norm_type, clip_eps, backend, compute_dtype, donate, compile, mesh)

@@ -108,6 +108,10 @@ class Lease(Fresh):
             return list(grads)
         return [grad if is_sole_owner(grad) else grad.clone() for grad in grads]
 
+    def summing(self, sums: Sequence[Tensor]) -> list[Tensor] | None:
+        self.writing("window")
+        return self.scratch([leaf.contiguous() for leaf in sums])
+
     def settled(self, old: Tensor, work: Tensor) -> Tensor:
         return old if work is old else old.copy_(work)
 

@@ -49,6 +49,10 @@ class Fresh:
         """Gradients that a kernel may overwrite."""
         return [grad.clone() for grad in grads]
 
+    def summing(self, sums: Sequence[Tensor]) -> list[Tensor] | None:
+        """The sums of a window, for a reduction over ranks to write to; None where it is to make new ones."""
+        return None
+
     def settled(self, old: Tensor, work: Tensor) -> Tensor:
         """What a kernel left in `working`, with the strides of the old leaf: they must not change either."""
         return work if work.stride() == old.stride() else torch.empty_like(old).copy_(work)

@@ -123,3 +123,4 @@ class Metrics(NamedTuple):
     scale: Tensor
     weight: Tensor
     aux: PyTree = ()
+    stop: Tensor | tuple[()] = ()

@@ -1,0 +1,8 @@
+"""A run on several ranks: the same step on torch's DeviceMesh, DTensor and collectives."""
+
+from functional_amp.ranks.agree import stop_on as stop_on
+from functional_amp.ranks.mesh import Ranks as Ranks
+from functional_amp.ranks.shard import broadcast as broadcast
+from functional_amp.ranks.shard import gather as gather
+from functional_amp.ranks.shard import shard as shard
+from functional_amp.ranks.shard import sharded as sharded
