@@ -27,7 +27,13 @@ from functional_amp.selection import select
 from functional_amp.stages.accumulate import alike
 from functional_amp.stages.aux import aux_mean, aux_sum
 from functional_amp.stages.clip import check_clip, clip
-from functional_amp.stages.differentiate import Backend, backend_in_graphs, check_backend, known_limit
+from functional_amp.stages.differentiate import (
+    Backend,
+    backend_in_graphs,
+    check_backend,
+    check_loop_in_graph,
+    known_limit,
+)
 from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
 from functional_amp.tree import PyTree
@@ -39,6 +45,7 @@ from functional_amp.values.state import Metrics, TrainState, Window
 @dataclass(frozen=True, eq=False)
 class Step:
     """The composed step, as a value: its options, and a body made of the public stages.
+
         for micro_batch in window:
             grads, loss, aux = scale_backward(loss_fn, scaler, params, micro_batch)
             total = accumulate(total, grads)
@@ -48,6 +55,7 @@ class Step:
         scaler = update_scale(scaler, finite)
 
     `make_step` makes one, and `dataclasses.replace(step, max_norm=1.0)` another.
+
     Attributes (beside the arguments of `make_step`):
         accumulate: `(state, micro_batch) -> state`: adds a micro-batch to the open window.
         update: `state -> (state, metrics)`: closes the window.
@@ -133,8 +141,10 @@ class Step:
         Compiled it is one graph with one micro-step in it, whatever the length of the window.
 
         Raises:
-            ValueError: for leaves that are not tensors of one first size, naming them; for an empty window.
+            ValueError: for leaves that are not tensors of one first size, naming them; for an empty window; for a
+                compiled step whose loss the autograd engine differentiates.
         """
+        check_loop_in_graph(self._loss, self._backend, self.compile)
         return naming_ranks(naming_limits(self._runs.scan, self.compile), self._ranks)(state, micro_batches)
 
     @property

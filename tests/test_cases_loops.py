@@ -541,7 +541,13 @@ def test_L18_custom_function_in_a_compiled_func_step__scan_autocast_and_modules(
     start, x = torch.tensor([1.2, 2.3]), torch.tensor([2.0, 3.0])
     loss_fn = lambda p, x: (StraightThrough.apply(p) * x).sum()  # noqa: E731
     step = fa.make_step(loss_fn, fa.sgd(1.0), compile=GRAPH, **options)
-    state, _ = step.scan(fa.init_state(start, fa.sgd(1.0), fa.StaticScale(8.0)), torch.stack([x] * 3))
+    initial = fa.init_state(start, fa.sgd(1.0), fa.StaticScale(8.0))
+    if options.get("backend") == "autograd":
+        with pytest.raises(ValueError, match=r"Call step\(state, micro_batches\) with a list"):
+            step.scan(initial, torch.stack([x] * 3))
+        state, _ = step(initial, [x] * 3)
+    else:
+        state, _ = step.scan(initial, torch.stack([x] * 3))
     torch.testing.assert_close(state.params, start - x)
     state, _ = run(fa.autocast(loss_fn, torch.bfloat16), start, [[x]], compile=GRAPH, **options)
     torch.testing.assert_close(state.params, start - x)

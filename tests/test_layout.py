@@ -21,7 +21,7 @@ FLOORS = [
     ("values",),
     ("engine",),
     ("stages", "optim", "precision", "ranks"),
-    ("step",),
+    ("initial", "step"),
 ]
 """Who may import whom: a file imports from its own floor, and from those before it. All others are above."""
 

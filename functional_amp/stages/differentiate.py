@@ -14,7 +14,7 @@ from functional_amp.engine.graphs import Compile
 from functional_amp.engine.limits import limit_of
 from functional_amp.engine.random import random_state
 from functional_amp.engine.sharded import is_sharded
-from functional_amp.mode import engine_records, kept_whole_in_graphs, mode, normal
+from functional_amp.mode import engine_records, in_graph, kept_whole_in_graphs, mode, normal
 from functional_amp.torch_private import reaches_this_level
 
 P = ParamSpec("P")
@@ -56,6 +56,16 @@ def _refuse_func(backend: Backend) -> None:
         raise ValueError(
             "backend: found 'func' with sharded parameters, expected 'auto' or 'autograd': torch.func can't "
             "differentiate what DTensors do. Use backend='autograd', which gives the same values."
+        )
+
+
+def check_loop_in_graph(loss_fn: Any, backend: Backend, compile: Compile) -> None:
+    """Raises ValueError for a loss that the engine would have to record inside a loop of a graph."""
+    if (compile is not False or in_graph()) and (backend == "autograd" or known_limit(loss_fn)):
+        raise ValueError(
+            "scan: found a loss that the autograd engine differentiates in a compiled step, expected backend='auto' or "
+            "'func': no engine records inside a loop of a graph. Call step(state, micro_batches) with a list of "
+            "micro-batches: that is three graphs at most."
         )
 
 
