@@ -101,16 +101,16 @@ def _bucket_sum(
         return leaves
     kept = leaves[0].dtype
     sums = storage.summing(leaves)
-    ours = sums is not None  # may be written to
+    ours = sums is not None  # and may be written to
     sums = [leaf.contiguous() for leaf in leaves] if sums is None else sums
     if ratio is not None:
         factor = like(ratio, sums[0])
-        sums, ours = [leaf.mul_(factor) if ours else leaf * factor for leaf in sums], True
+        sums = [leaf.mul_(factor) if ours else leaf * factor for leaf in sums]
     if dtype is not None and groups and not kept.is_complex and accumulation_dtype(kept) == torch.float32:
-        sums, ours = [leaf.to(dtype) for leaf in sums], True
+        sums = [leaf.to(dtype) for leaf in sums]
     sent = [torch.view_as_real(leaf) for leaf in sums] if kept.is_complex else sums
     for group in groups:
-        sent, ours = all_reduced(sent, group.name, in_place=ours and storage is not FRESH), True
+        sent = all_reduced(sent, group.name, in_place=ours)
     sums = [torch.view_as_complex(leaf) for leaf in sent] if kept.is_complex else sent
     return [leaf.to(kept) for leaf in sums]
 
