@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.engine.operators import before_writing
+from functional_amp.engine.sharded import local
 from functional_amp.engine.storage import Fresh, cloned, dense, is_disjoint, is_sole_owner, unshared, write_into
 from functional_amp.registry import new, with_fields
 from functional_amp.torch_private import dynamo_exception
@@ -262,7 +263,8 @@ def _leaves_of(state: TrainState) -> Flat:
     """What is written to, or recorded with, by what was made for the last state."""
     window = state.window
     opened = None if window is None else (window.grads.tree, window.params)
-    return flatten((state.params, state.opt_state, state.buffers, opened))
+    flat = flatten((state.params, state.opt_state, state.buffers, opened))
+    return Flat([local(leaf) for leaf in flat.leaves], flat.spec)
 
 
 def _places(leaves: list[Any]) -> list[Any]:

@@ -63,6 +63,21 @@ def all_sharded_like(parts: PyTree, tree: PyTree) -> PyTree:
     return flat.unflatten([sharded_like(part, leaf) for part, leaf in zip(flat.leaves, likes.leaves, strict=True)])
 
 
+def placed_like(tree: PyTree, like: PyTree) -> PyTree:
+    """A tree whose DTensors are distributed as those of another tree of the same structure are."""
+    flat, likes = flatten(tree), flatten(like)
+    if flat.spec != likes.spec:  # is refused by who compares them
+        return tree
+    return flat.unflatten(
+        [
+            leaf.redistribute(placements=other.placements)
+            if is_sharded(leaf) and is_sharded(other) and leaf.placements != other.placements
+            else leaf
+            for leaf, other in zip(flat.leaves, likes.leaves, strict=True)
+        ]
+    )
+
+
 class Parts(NamedTuple):
     """Leaves that are sharded over the same ranks: the parts of this process, and the groups that hold the others.
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from functional_amp.engine.sharded import local
 from functional_amp.mode import in_graph
 from functional_amp.torch_private import storage_key, storage_use_count
 from functional_amp.tree import PyTree, flatten, map_tensors
@@ -154,7 +155,7 @@ def unshared(tree: PyTree, *others: PyTree) -> PyTree:
 
 def is_disjoint(tree: PyTree) -> bool:
     """Whether all leaves are plain contiguous tensors without history, and no two of them lie on the same bytes."""
-    leaves = [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
+    leaves = [local(leaf) for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
     if not all([type(leaf) is Tensor and leaf.is_contiguous() and not leaf.requires_grad for leaf in leaves]):
         return False
     places = sorted([(leaf.data_ptr(), leaf.nbytes) for leaf in leaves])
