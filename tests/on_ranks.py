@@ -97,8 +97,9 @@ class Collectives(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor") and "wait" not in str(func):
-            self.seen.append(str(func).split(".")[1])
+        name = str(func).split(".")[1]
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in name and "wrap" not in name:
+            self.seen.append(name)
             given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.bytes += sum(x.nbytes for x in given if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))

@@ -78,6 +78,17 @@ def placed_like(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
+def distributed_as(leaf: Any, like: Any) -> Any:
+    """A leaf that all ranks have whole, or in parts, distributed as another one is."""
+    if not is_sharded(like):
+        return whole(leaf)
+    if is_sharded(leaf):
+        return leaf if leaf.placements == like.placements else leaf.redistribute(placements=like.placements)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(leaf, like.device_mesh, like.placements, src_data_rank=None)
+
+
 class Parts(NamedTuple):
     """Leaves that are sharded over the same ranks: the parts of this process, and the groups that hold the others.
 

@@ -6,3 +6,6 @@ from functional_amp.ranks.shard import broadcast as broadcast
 from functional_amp.ranks.shard import gather as gather
 from functional_amp.ranks.shard import shard as shard
 from functional_amp.ranks.shard import sharded as sharded
+from functional_amp.ranks.windows import join_window as join_window
+from functional_amp.ranks.windows import part_window as part_window
+from functional_amp.ranks.windows import whole as whole
