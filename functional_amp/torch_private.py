@@ -145,3 +145,8 @@ def all_gathered(tensor: Tensor, size: int, group: str) -> Tensor:
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Raises where a 0-dim bool tensor is False, without a host read: later and less clearly on an accelerator."""
     torch._assert_async(condition, message)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh of all dimensions that a dimension was sliced out of."""
+    return mesh._get_root_mesh()

@@ -145,6 +145,22 @@ def sharded_run(rank: int, windows: Any, setup: Setup, kind: str = "fsdp") -> An
     return run(rank, step, fa.init_state(params, optimizer, scaler()), windows)
 
 
+def tensor_parallel(rank: int, windows: Any, setup: Setup, kind: str) -> Any:
+    """Two data-parallel groups of two ranks that split the layers; "tp fsdp" shards each half over the groups too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    split = parallelize_module(model(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    apply, params, _ = fa.from_module(split, gather=torch.float32 if kind == "tp fsdp" else None)
+    loss_fn = loss_of(apply, torch.float32)
+    if kind == "tp fsdp":
+        params, loss_fn = shard(params, mesh["dp"]), sharded(loss_fn, mesh["dp"])
+    optimizer = optimizer_of(setup.optimizer)
+    step = fa.make_step(loss_fn, optimizer, mesh=mesh["dp"], **options(setup))
+    return run(rank // 2, step, fa.init_state(params, optimizer, scaler()), windows)
+
+
 def run(rank: int, step: fa.Step, state: fa.TrainState, windows: Any) -> Any:
     results = []
     for window in windows:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import functional_amp as fa
 from functional_amp.ranks import Ranks, gather, shard, sharded, stop_on
 from functional_amp.testing import assert_same_bits
-from tests.distributed_runs import Setup, data_parallel, model, sharded_run, single, windows_of
+from tests.distributed_runs import Setup, data_parallel, model, sharded_run, single, tensor_parallel, windows_of
 from tests.on_ranks import Collectives, on_ranks, outcomes
 from tests.test_cases import linear_loss
 from tests.test_cases_distributed import close
@@ -68,6 +68,16 @@ SHARDED = [
 def test_sharded_ranks_agree_with_one_process(tmp_path, kind, ranks, setup):
     windows = windows_of(ranks, ranks, even=True)
     results = on_ranks(sharded_run, tmp_path, ranks, windows, setup, kind)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+    close(results[0], single(windows, setup))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp", "tp fsdp"])
+def test_tensor_parallel_ranks_agree_with_one_process(tmp_path, kind):
+    windows, setup = windows_of(0, 2, even=kind == "tp fsdp"), Setup(donate=True)
+    results = on_ranks(tensor_parallel, tmp_path, 4, windows, setup, kind)
     for other in results[1:]:
         assert_same_bits(other, results[0])
     close(results[0], single(windows, setup))

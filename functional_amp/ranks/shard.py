@@ -15,7 +15,7 @@ from functional_amp.ranks.mesh import Group, groups_of
 from functional_amp.ranks.reduce import buffers_over
 from functional_amp.registry import with_fields
 from functional_amp.stages.aux import aux_sum
-from functional_amp.torch_private import all_reduced
+from functional_amp.torch_private import all_reduced, root_mesh
 from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
 from functional_amp.values.grads import Loss, as_loss, check_loss_fn
 
@@ -71,8 +71,7 @@ def _sharded_further(leaf: Any, mesh: Any) -> Any:
     if not free:
         return leaf
     inner = leaf.device_mesh
-    root = mesh._get_root_mesh()
-    both = root[(*mesh.mesh_dim_names, *inner.mesh_dim_names)]
+    both = root_mesh(mesh)[(*mesh.mesh_dim_names, *inner.mesh_dim_names)]
     with torch.no_grad():
         part = distribute_tensor(leaf.to_local().detach(), mesh, [Shard(free[0])]).to_local()
     placements = [Shard(free[0]), *leaf.placements]
