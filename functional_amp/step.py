@@ -50,7 +50,7 @@ class Step:
             grads, loss, aux = scale_backward(loss_fn, scaler, params, micro_batch)
             total = accumulate(total, grads)
         grads, norm = clip(total, max_norm)
-        finite = all_finite(grads, norm=norm)
+        finite = storage.begin(all_finite(grads, norm=norm))
         params, opt_state = maybe_step(optimizer, params, opt_state, grads, finite)
         scaler = update_scale(scaler, finite)
 
@@ -200,7 +200,7 @@ class Step:
         if window is None:
             raise ValueError("update: found no open window, expected step.accumulate(state, micro_batch) before it.")
         grads, norm = clip(window.grads, self.max_norm, norm_type=self.norm_type, eps=self.clip_eps)
-        finite = all_finite(grads, norm=norm)
+        finite = storage.begin(all_finite(grads, norm=norm))
         applied = finite & (grads.weight > 0)
         # Before the update: what raises here has not written to a donated state yet.
         buffers = select(applied, window.buffers, state.buffers, "buffers")

@@ -111,6 +111,30 @@ def levels(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor below the wrappers of all transforms."""
+    return list(levels(tensor))[-1]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values, as those that the compiler traces with."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def below_dispatch_modes() -> Any:
+    """A context in which no dispatch mode sees the operators: under fake tensors, tensors are real ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def below_subclasses() -> Any:
+    """A context in which a tensor subclass is treated as a plain tensor."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def comptime() -> Any:
     """What has a function called once by dynamo, where it is called itself; importing it takes a second."""
     from torch._dynamo.comptime import comptime
@@ -123,9 +147,14 @@ def traced_locals(context: Any) -> Any:
     return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
 
 
+def traced_effects(context: Any) -> Any:
+    """What dynamo has noted of writes to attributes and containers."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
+
+
 def traced_version(variable: Any) -> int:
     """The version counter of the stand-in of a traced tensor."""
-    return variable.proxy.node.meta["example_value"]._version
+    return unwrapped(variable.proxy.node.meta["example_value"])._version
 
 
 def all_reduced(tensors: list[Tensor], group: str, *, in_place: bool = False) -> list[Tensor]:

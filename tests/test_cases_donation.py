@@ -282,6 +282,75 @@ def test_G01_an_exception_while_the_buffers_are_put_loses_the_state_and_says_so(
         _ = state.params
 
 
+FAILS: list[str] = []
+"""Where the operator below raises, at run time: "forward" or "backward"."""
+
+
+def _fallible(where: str) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        if where in FAILS:
+            raise torch.OutOfMemoryError(f"in the {where}")
+        return x.clone()
+
+    operator = torch.library.custom_op(f"functional_amp_tests::{where}", run, mutates_args=())
+    operator.register_fake(torch.empty_like)  # pyright: ignore[reportFunctionMemberAccess]
+    return operator
+
+
+FORWARD, BACKWARD = _fallible("forward"), _fallible("backward")
+
+
+class Fallible(torch.autograd.Function):
+    """The identity."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return FORWARD(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return BACKWARD(grads[0])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("rule", ["adamw", "by hand"])
+def test_G01_a_graph_that_runs_out_of_memory_before_its_update_gives_the_state_back(rule, where, backend):
+    def loss_fn(params: Tree, x: Tensor, buffers: Tree) -> fa.Loss:
+        return loss_of({**params, "w": Fallible.apply(params["w"])}, x, buffers)
+
+    optimizer = optimizers()[rule]
+    step = fa.make_step(loss_fn, optimizer, max_norm=0.5, donate=True, compile={"backend": backend})
+    state, _ = step(started(optimizer), [batch(90)])
+    for window in ([batch(1)], [batch(1), batch(2)], [batch(1), batch(2), batch(3)]):
+        before = copy.deepcopy(state)
+        pure, _ = fa.make_step(loss_of, optimizer, max_norm=0.5)(before, window)
+        lengths = range(len(window)) if len(window) < 3 else [1]  # after how many micro-batches it fails
+        for at in lengths:
+
+            def failing_at(at: int = at, window: list[Tensor] = window) -> Iterator[Tensor]:
+                for index, x in enumerate(window):
+                    # A step looks one ahead: the micro-batch that is asked for next runs after this line.
+                    FAILS[:] = [where] if index == at + 1 else []
+                    yield x
+                FAILS[:] = [where] if at == len(window) - 1 else FAILS
+
+            try:
+                with pytest.raises(torch.OutOfMemoryError, match=where):
+                    step(state, failing_at())
+            finally:
+                FAILS.clear()
+            is_as_it_was(state, before)
+        state, _ = step(state, window)
+        torch.testing.assert_close(state.params, pure.params)
+
+
 def _raise(failure: type[BaseException]) -> NoReturn:
     raise failure
 

@@ -12,6 +12,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
@@ -278,8 +279,8 @@ OUTSIDE = {
 }
 """Private names beyond the one room, by file."""
 
-EXEMPT = ("torch_private.py", "module/", "debug/", "testing/")
-"""The room itself; the bridge to modules, which comes to ask the room; tools, which may use what they need."""
+EXEMPT = ("torch_private.py", "debug/", "testing/")
+"""The room itself; tools, which may use what they need."""
 
 
 def private_names(source: str) -> set[str]:
@@ -320,6 +321,65 @@ def test_private_names_of_torch_and_optree_stand_in_one_file():
         if names and not file.startswith(EXEMPT):
             found[file] = names
     assert found == {}
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.vmap(f)(x[None]).sum()])
+def test_unwrapped_is_the_tensor_below_all_transforms(transform):
+    # When it moves, the rehearsal of a module under torch.func compares nothing.
+    x = torch.ones(2)
+    found = []
+
+    def loss(x):
+        found.append(private.unwrapped(x))
+        return (x * x).sum()
+
+    transform(loss)(x)
+    assert type(found[0]) is Tensor and found[0].data_ptr() == x.data_ptr()
+
+
+def test_is_fake_and_below_dispatch_modes_tell_tensors_without_values():
+    # When they move, a module that is first called under fake tensors counts as rehearsed, or has a fake placeholder.
+    with FakeTensorMode():
+        assert private.is_fake(torch.ones(1))
+        with private.below_dispatch_modes():
+            assert not private.is_fake(torch.ones(1))
+    assert not private.is_fake(torch.ones(1))
+
+
+def test_below_subclasses_treats_a_subclass_as_a_tensor():
+    # When it moves, a placeholder of an absent tensor can't tell its own shape.
+    class Refusing(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    refusing = Tensor._make_subclass(Refusing, torch.ones(3))
+    with pytest.raises(AssertionError):
+        refusing.size()
+    with private.below_subclasses():
+        assert refusing.size() == (3,)
+
+
+def test_traced_effects_knows_which_object_was_written_to_while_a_graph_is_traced(fresh_dynamo):
+    # When it moves, a compiled call of a module does not see that its forward changed an attribute.
+    class Thing:
+        value = 0
+
+    thing, modified = Thing(), []
+
+    def look(context):
+        effects = private.traced_effects(context)
+        variable = effects.id_to_variable.get(id(thing))
+        modified.append(variable is not None and effects.is_modified(variable))
+
+    def function(x):
+        private.comptime()(look)
+        thing.value = 1
+        private.comptime()(look)
+        return x + 1
+
+    torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1))
+    assert modified == [False, True]
 
 
 def test_comptime_traced_locals_and_traced_version_show_a_write_while_a_graph_is_traced(fresh_dynamo):

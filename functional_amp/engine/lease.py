@@ -38,7 +38,7 @@ class Lease(Fresh):
     def __init__(self) -> None:
         self.written: Literal["nothing", "window", "state"] = "nothing"
         self._held: Flat | None = None
-        self._places: list[Any] = []
+        self._places: list[list[Any]] = [[], [], []]
         self._remembered: dict[Hashable, Any] = {}
         self._recorded: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._sums: list[Tensor | None] = []
@@ -53,11 +53,18 @@ class Lease(Fresh):
 
     def hold(self, state: TrainState) -> None:
         """Takes note of a state that is about to be returned."""
+        flat, held = _leaves_of(state), [] if self._held is None else self._held.leaves
         if state.window is None:
-            self.close_window(flatten(state.params).leaves)
-        flat = _leaves_of(state)
-        if all([type(leaf) is Tensor for leaf in flat.leaves if isinstance(leaf, Tensor)]):
-            self._held, self._places = flat, _places(flat.leaves)
+            self._close_window(flat.leaves)
+        known = min(len(held), len(flat.leaves))  # a window comes and goes at the end
+        if not same_leaves(held[:known], flat.leaves[:known]):
+            known = 0
+        opened = flat.leaves[known:]
+        if all([type(leaf) is Tensor for leaf in opened if isinstance(leaf, Tensor)]):
+            # Nothing here moves a tensor: whoever did it meanwhile is found by `holds`.
+            count = sum([isinstance(leaf, Tensor) for leaf in flat.leaves[:known]])
+            places = [[*before[:count], *after] for before, after in zip(self._places, _places(opened), strict=True)]
+            self._held, self._places = flat, places
 
     def writing(self, what: Literal["window", "state"]) -> None:
         """To be called before a write."""
@@ -65,16 +72,16 @@ class Lease(Fresh):
             self.written = what
 
     @contextmanager
-    def unseen_writes(self, what: Literal["window", "state"]) -> Iterator[None]:
-        """Around a graph, which keeps no books: what it had written when it raised nobody knows.
+    def in_graph(self, what: Literal["window", "state"]) -> Iterator[None]:
+        """Around a graph, which announces its writes to a state, but none to the sums of a window.
 
-        Where it raises while it is made, nothing has run. Where it does not, it has written.
+        Where it raises while it is made, nothing has run.
         """
         try:
             yield
         except BaseException as error:
             if not _while_compiling(error):
-                self.writing(what)
+                self.writing("window")
             raise
         self.writing(what)
 
@@ -146,10 +153,10 @@ class Lease(Fresh):
         """Takes note that these sums are nobody else's."""
         self._sums = sums
 
-    def close_window(self, params: list[Tensor]) -> None:
-        """Lets go of the sums, and of copies that the engine recorded with in place of the parameters."""
+    def _close_window(self, leaves: list[Any]) -> None:
+        """Lets go of the sums, and of copies that the engine recorded with in place of the state's own leaves."""
         self._sums = []
-        if not {id(leaf) for leaf in self._recorded[0]} <= {id(leaf) for leaf in params}:
+        if not {id(leaf) for leaf in self._recorded[0]} <= {id(leaf) for leaf in leaves}:
             self._recorded = ([], [])
 
 
@@ -267,7 +274,7 @@ def _leaves_of(state: TrainState) -> Flat:
     return Flat([local(leaf) for leaf in flat.leaves], flat.spec)
 
 
-def _places(leaves: list[Any]) -> list[Any]:
+def _places(leaves: list[Any]) -> list[list[Any]]:
     """Where the tensors lie: `leaf.data = ...` keeps a tensor, and changes its address or its strides."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return [*map(Tensor.data_ptr, tensors), *map(Tensor.size, tensors), *map(Tensor.stride, tensors)]
+    return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride)]

@@ -2,6 +2,7 @@
 
 - `norm`: the 2-norm of a list of leaves, read once
 - `materialize`: a scalar that is computed once, not at each element
+- `announce`: says that a graph begins to write; what is written depends on what it gives back
 - `sgd_`, `adam_`: torch's fused kernels for a list of leaves, in place
 """
 
@@ -20,6 +21,7 @@ T = TypeVar("T")
 _LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")
 _LIBRARY.define("norm(Tensor[] leaves) -> Tensor")
 _LIBRARY.define("materialize(Tensor scalar) -> Tensor")
+_LIBRARY.define("announce(Tensor flag) -> Tensor")
 _LIBRARY.define(
     "sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] buffers, Tensor lr, float momentum, "
     "float weight_decay, bool nesterov, Tensor? divisor, Tensor skip) -> ()"
@@ -35,6 +37,29 @@ _LIBRARY.impl("materialize", torch.empty_like, "Meta")
 
 before_writing: list[Callable[[], None]] = []
 """Called by the operators that write, before they do: what a graph has begun to write to, nobody else can see."""
+
+
+def announce_writing() -> None:
+    """Tells those who keep books that something is about to be written to."""
+    for note in before_writing:
+        note()
+
+
+def _announce(flag: Tensor) -> Tensor:
+    announce_writing()
+    return flag.clone()
+
+
+_LIBRARY.impl("announce", _announce, "CompositeExplicitAutograd")
+_LIBRARY.impl("announce", torch.empty_like, "Meta")
+
+
+def announced(flag: Tensor) -> Tensor:
+    """The same flag in a graph, behind an operator that says that the graph begins to write.
+
+    Whatever is written must be selected by what this returns: so no write is moved before it.
+    """
+    return torch.ops.functional_amp.announce(flag)
 
 
 def implement(name: str, kernel: Callable[..., Any], key: str, meta: Callable[..., Any] | None = None) -> None:

@@ -92,7 +92,7 @@ class Runs:
         with without_guards(skip):
             if lease is None:
                 return self._graph(key)(state, *given)
-            with lease.unseen_writes("window" if name == "accumulate" else "state"):
+            with lease.in_graph("window" if name == "accumulate" else "state"):
                 return self._graph(key)(state, *given)
 
     def _graph(self, key: tuple[str, bool]) -> Callable[..., Any]:

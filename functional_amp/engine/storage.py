@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from functional_amp.engine.operators import announced
 from functional_amp.engine.sharded import local
 from functional_amp.mode import in_graph
 from functional_amp.torch_private import storage_key, storage_use_count
@@ -58,6 +59,10 @@ class Fresh:
         """What a kernel left in `working`, with the strides of the old leaf: they must not change either."""
         return work if work.stride() == old.stride() else torch.empty_like(old).copy_(work)
 
+    def begin(self, flag: Tensor) -> Tensor:
+        """The flag by which all results of an update are selected; to be asked for before any of them is made."""
+        return flag
+
     def writing_to(self, leaves: Iterable[Tensor]) -> None:
         """To be called before a kernel writes to leaves in place."""
 
@@ -89,6 +94,9 @@ class InGraph(Fresh):
 
     def settled(self, old: Tensor, work: Tensor) -> Tensor:
         return old if work is old else old.copy_(work)
+
+    def begin(self, flag: Tensor) -> Tensor:
+        return announced(flag)
 
 
 FRESH = Fresh()

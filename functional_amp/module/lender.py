@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from functional_amp.engine.loans import kept
 from functional_amp.mode import transformed
@@ -27,6 +26,7 @@ from functional_amp.module.rehearsal import (
     written_to,
 )
 from functional_amp.module.templates import Change, Template, Tensors, registered, slots
+from functional_amp.torch_private import is_fake, norm_layers
 
 _TAKEN_OUT = (
     "where its numbers are not, expected it to be read in the call, as an attribute or in a list or dict. Take it out "
@@ -79,7 +79,7 @@ class Lender:
         made_later = any(buffer is None for layer in master.modules() for buffer in layer._buffers.values())
         self.places = attributes if len(attributes) == len(self.plan) and not made_later else {}
         self.kept = self._places_of_scratch()
-        norms = [layer for layer in master.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)]
+        norms = [layer for layer in master.modules() if isinstance(layer, norm_layers())]
         norms = [layer for layer in norms if layer.track_running_stats]
         self.writes_statistics = any(layer.training for layer in norms)
         self.statistics = {self.names[id(b)] for layer in norms for b in layer._buffers.values() if b is not None}
@@ -214,7 +214,7 @@ class Lender:
                 refuse_changes(unread)
             self.scratch |= {change.name for change in changes}
             self.kept = self._places_of_scratch()
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):  # which have no values to compare
+        if not any(is_fake(tensor) for tensor in tensors.values()):  # which have no values to compare
             self._rehearsed.add((method, torch.is_grad_enabled()))
 
     def _writes_first(self, unread: set[str], *call: Any) -> bool:

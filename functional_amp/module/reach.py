@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from functional_amp.torch_private import below_dispatch_modes, below_subclasses
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, range, type, slice, property, type(Ellipsis)),
@@ -36,7 +37,7 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _KNOWN:
-            with torch._C.DisableTorchFunctionSubclass():
+            with below_subclasses():
                 return func(*args, **(kwargs or {}))
         for _, found in walk((args, kwargs)):
             if isinstance(found, Absent):
@@ -52,7 +53,7 @@ class Absent(Tensor):
 
 def absent(place: str, why: str, shape: Any = (), dtype: Any = torch.float32, parameter: bool = False) -> Absent:
     """A placeholder for the tensor of a place; `why` ends the sentence of its error."""
-    with _disable_current_modes():  # under fake tensors too it is none
+    with below_dispatch_modes():  # under fake tensors too it is none
         made = Tensor._make_subclass(Absent, torch.empty(shape, dtype=dtype, device="meta"), False)
     made.place, made.why = place, why
     if parameter:

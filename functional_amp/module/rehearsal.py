@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from functional_amp.mode import transformed
 from functional_amp.module.reach import walk
 from functional_amp.module.templates import Tensors
+from functional_amp.torch_private import unwrapped
 
 
 class Watch(TorchFunctionMode):
@@ -146,10 +146,3 @@ def refuse_changes(names: Iterable[str], hint: str = "") -> None:
             "module once before from_module; if it is only kept for others to read, from_module(module, scratch=(...))."
             + hint
         )
-
-
-def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor below the wrappers of torch.func's transforms."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor

@@ -8,9 +8,9 @@ import torch
 
 from functional_amp.module.lender import Lender
 from functional_amp.module.reach import CONTAINERS, walk
-from functional_amp.module.rehearsal import refuse_changes, refuse_foreign, refuse_writes, unwrapped
+from functional_amp.module.rehearsal import refuse_changes, refuse_foreign, refuse_writes
 from functional_amp.module.templates import Tensors
-from functional_amp.torch_private import comptime
+from functional_amp.torch_private import comptime, traced_effects, traced_locals, traced_version
 
 _REHEARSE = " Or call apply once outside of the graph: that finds what is written before it is read."
 
@@ -57,10 +57,9 @@ def _compare(lender: Lender, fixed: Tensors, done: bool) -> None:
 
 
 def _look(context: Any) -> None:
-    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    local = tracer.symbolic_locals
-    lender, effects = local["lender"].value, tracer.output.side_effects
-    versions = [unwrapped(value.proxy.node.meta["example_value"])._version for value in local["fixed"].items.values()]
+    local, effects = traced_locals(context), traced_effects(context)
+    lender = local["lender"].value
+    versions = [traced_version(variable) for variable in local["fixed"].items.values()]
     if not local["done"].as_python_constant():
         lender.traced_versions = versions
         return

@@ -102,7 +102,8 @@ def run_group(
     # The kernel takes a float32 scale only, too coarse for float64 leaves: those are divided here.
     if scale is not None and (dtype == torch.float64 or any([grad.dtype == torch.float64 for grad in grads])):
         grads, scale = [divided(grad, scale) for grad in grads], None
-    grads = [dense(grad if grad.dtype == dtype else grad.to(dtype)) for grad in grads]
+    if works is None or any([g.dtype != dtype or not g.is_contiguous() or g.is_neg() for g in grads]):
+        grads = [dense(grad if grad.dtype == dtype else grad.to(dtype)) for grad in grads]
     if scale is not None:  # the kernel also writes to the gradients, which the caller may still hold
         scale, grads = scale.to(torch.float32), storage.scratch(grads)
     if works is None:

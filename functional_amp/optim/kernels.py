@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import counted, scalar_dtype
-from functional_amp.engine.operators import before_writing, implement, operator
+from functional_amp.engine.operators import announce_writing, implement, operator
 from functional_amp.torch_private import fused_adam, fused_sgd
 
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None, Tensor], None]
@@ -98,7 +98,7 @@ def _as_operand(lr: float | Tensor, skip: Tensor) -> Tensor:
 
 
 def _sgd_operator(*args: Any) -> None:
-    _note()
+    announce_writing()
     run_sgd(*args)
 
 
@@ -113,13 +113,8 @@ def _adam_operator(
     beta2: float,
     *rest: Any,
 ) -> None:
-    _note()
+    announce_writing()
     run_adam(params, grads, exp_avgs, exp_avg_sqs, count, lr, (beta1, beta2), *rest)
-
-
-def _note() -> None:
-    for note in before_writing:
-        note()
 
 
 implement("sgd_", _sgd_operator, "CompositeExplicitAutograd", lambda *args: None)

@@ -33,8 +33,7 @@ def aux_sum(total: PyTree, aux: PyTree, weight: Tensor, *, first: bool) -> PyTre
     check_structure(aux, flat, total, before, "aux", "the aux of the window's first micro-batch")
     for index, (leaf, old) in enumerate(zip(leaves, before.leaves, strict=True)):
         if leaf is not None:
-            place = lambda index=index: paths(aux)[index]  # noqa: E731
-            check_leaf(leaf, old, place, "aux", "the window's first micro-batch", dtype=True)
+            check_leaf(leaf, old, lambda i=index: paths(aux)[i], "aux", "the window's first micro-batch", dtype=True)
             leaves[index] = old + leaf
     return flat.unflatten(leaves)
 

@@ -93,7 +93,8 @@ class TrainState:
         held = vars(self)
         if "_gone" in held and "params" not in held:
             return f"TrainState(given away: {held['_gone']})"
-        shown = [f"{field.name}={held[field.name]!r}" for field in fields(self) if field.name in held]
+        names = [field.name for field in fields(self)]
+        shown = [f"{name}={held[name]!r}" if name in held else f"{name}=<lost>" for name in names]
         return f"TrainState({', '.join(shown)})"
 
 
