@@ -43,8 +43,10 @@ def load_shards(folder: str | Path, template: TrainState) -> tuple[TrainState, d
     flat: dict[str, Any] = {}
     for name, entry in saved.items():
         like, dtype = own.get(name), entry.properties.dtype
-        fits = like is not None and like.shape == entry.size
-        flat[name] = torch.empty_like(like, dtype=dtype) if fits else torch.empty(entry.size, dtype=dtype)
+        if like is not None and like.shape == entry.size:
+            flat[name] = torch.empty_like(like, dtype=dtype)
+        else:
+            flat[name] = torch.empty(entry.size, dtype=dtype)
     dcp.load(flat, checkpoint_id=folder)
     extra = {name: value for name, value in flat.items() if name.startswith("extra/")}
     return load_state_dict(template, flat), extra

@@ -23,8 +23,6 @@ from tests.distributed_runs import Setup, data_parallel, single, whole, windows_
 from tests.on_ranks import on_ranks
 from tests.test_cases import linear_loss
 
-AOT = {"backend": "aot_eager"}
-
 
 def scales_that_differ(rank: int) -> Any:
     mesh = init_device_mesh("cpu", (2,))
@@ -121,7 +119,7 @@ def stages(scaled: fa.ScaledGrads) -> Any:
 
 def one_norm(rank: int, compiled: bool) -> Any:
     mesh = init_device_mesh("cpu", (2,))
-    run = torch.compile(stages, fullgraph=True, **AOT) if compiled else stages
+    run = torch.compile(stages, fullgraph=True, backend="aot_eager") if compiled else stages
     results = {}
     for bad in (None, math.nan, math.inf):
         tree = mixed_tree(bad)
@@ -185,7 +183,7 @@ def saved_in_mid_window(rank: int, ranks: int, kind: str, folder: Path, asynchro
     state = step.accumulate(state, first)
     flat = fa.state_dict(join_window(step, state), position=1)
     if asynchronous:
-        group = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
         saving: Any = dcp.async_save(flat, checkpoint_id=folder, process_group=group)
     else:
         saving = None

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import functional_amp as fa
 from functional_amp.ranks import Ranks, gather, shard, sharded, stop_on
-from functional_amp.testing import assert_same_bits
+from functional_amp.testing import assert_same_bits, leaves_of, mapped
 from tests.distributed_runs import Setup, data_parallel, model, sharded_run, single, tensor_parallel, windows_of
 from tests.on_ranks import Collectives, on_ranks, outcomes
 from tests.test_cases import linear_loss
@@ -263,7 +263,7 @@ def test_messages_of_a_window(tmp_path):
 
 def small_message(scaler: fa.Scaler) -> int:
     """Nine numbers and those of the scaler, in float64."""
-    return 8 * (9 + len(fa.tree.flatten(scaler).leaves))
+    return 8 * (9 + len(leaves_of(scaler)))
 
 
 # Errors
@@ -284,7 +284,7 @@ def refusals(rank: int) -> list[str]:
         remedy()
 
     step, state = linear(mesh)
-    ahead = fa.tree.map_tensors(lambda leaf: leaf, state)
+    ahead = mapped(lambda leaf: leaf, state)
     if rank == 1:
         ahead = step_alone(ahead)
     batch = [torch.ones(1)]
@@ -445,7 +445,7 @@ def test_one_rank_on_cuda_by_nccl(tmp_path):
             x = torch.randn(3, device="cuda")
             state, metrics = alone(state, [x])
             other, others = together(other, [x])
-        assert_same_bits(other, state)
-        assert_same_bits(others._replace(stop=()), metrics)
+            assert_same_bits(other, state)
+            assert_same_bits(others._replace(stop=()), metrics)
     finally:
         dist.destroy_process_group()

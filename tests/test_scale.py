@@ -127,7 +127,7 @@ def peak_of_a_micro_batch(rank: int) -> float:
         node = nodes.pop()
         nodes += node.children
         if node.tag == _EventType.Allocation:
-            allocations.append((node.start_time_ns, node.extra_fields.alloc_size))
+            allocations.append((node.start_time_ns, getattr(node.extra_fields, "alloc_size", 0)))
     alive, peak = 0, 0
     for _, size in sorted(allocations):
         alive += size

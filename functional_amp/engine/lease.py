@@ -156,7 +156,7 @@ class Lease(Fresh):
     def _close_window(self, leaves: list[Any]) -> None:
         """Lets go of the sums, and of copies that the engine recorded with in place of the state's own leaves."""
         self._sums = []
-        if not {id(leaf) for leaf in self._recorded[0]} <= {id(leaf) for leaf in leaves}:
+        if not {id(local(leaf)) for leaf in self._recorded[0]} <= {id(leaf) for leaf in leaves}:
             self._recorded = ([], [])
 
 

@@ -20,11 +20,8 @@ class Layout(NamedTuple):
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
     """The layouts of the parameters that are DTensors, by their places."""
-    return {
-        place: Layout(parameter.device_mesh, parameter.placements)
-        for place, parameter in module.named_parameters(remove_duplicate=False)
-        if is_sharded(parameter)
-    }
+    parameters: Any = module.named_parameters(remove_duplicate=False)
+    return {place: Layout(p.device_mesh, p.placements) for place, p in parameters if is_sharded(p)}
 
 
 def read_gathered(module: nn.Module, dtype: Any, layouts: dict[str, Layout]) -> None:
@@ -50,9 +47,10 @@ def read_gathered(module: nn.Module, dtype: Any, layouts: dict[str, Layout]) -> 
             )
         names = [name for name, parameter in layer._parameters.items() if parameter is not None]
         if names:
-            kind = type(layer)
+            kind: Any = type(layer)
             readers = {name: _reader(name, dtype, layouts.get(f"{prefix}.{name}".lstrip("."))) for name in names}
-            layer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **readers})
+            reading = type(kind.__name__, (kind,), {"__module__": kind.__module__, **readers})
+            object.__setattr__(layer, "__class__", reading)
 
 
 def _reader(name: str, dtype: torch.dtype, layout: Layout | None) -> property:

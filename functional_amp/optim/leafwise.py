@@ -108,8 +108,10 @@ def leafwise(
         grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, storage: Storage
     ) -> tuple[PyTree, Any]:
         if any_sharded(params):  # what treats each element by itself runs on the parts that are here
-            parts = [local_parts(tree) for tree in (placed_like(grads, params), opt_state, params)]
-            new_params, new_state = transact(*parts, divisor, applied, storage)
+            placed = placed_like(grads, params)
+            new_params, new_state = transact(
+                local_parts(placed), local_parts(opt_state), local_parts(params), divisor, applied, storage
+            )
             return all_sharded_like(new_params, params), all_sharded_like(new_state, opt_state)
         count = count_of(opt_state)
         flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
