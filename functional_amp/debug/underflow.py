@@ -149,14 +149,8 @@ def underflow_report(
     names = [p for p, leaf, kept in zip(paths(params), every, still) if is_differentiable(leaf) and not kept]
     reference = _reference(loss_fn, params, batch, names)
     nonzero = [leaf != 0 for leaf in reference]
-    watch = ForwardRanges(dtype)
-
-    @functools.wraps(loss_fn)
-    def watched(params: PyTree, batch: Any) -> Any:
-        with watch:
-            return half(params, batch)
-
-    half = autocast(loss_fn, dtype)
+    watch, half = ForwardRanges(dtype), autocast(loss_fn, dtype)
+    watched = _under(watch, half)
     lost: list[list[Tensor]] = []  # by scale and leaf
     overflows: list[list[int]] = []
     for index, scale in enumerate(scales):
@@ -195,14 +189,8 @@ def underflow_report(
 def _reference(loss_fn: Any, params: PyTree, batch: Any, names: list[str]) -> list[Tensor]:
     """The gradients of a loss function that computes in float32, and is finite there."""
     watch = ForwardRanges(*HALF)
-
-    @functools.wraps(loss_fn)
-    def watched(params: PyTree, batch: Any) -> Any:
-        with watch:
-            return loss_fn(params, batch)
-
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        reference = _gradients_of(watched, 1.0, params, batch)
+        reference = _gradients_of(_under(watch, loss_fn), 1.0, params, batch)
     if watch.ranges():
         raise ValueError(
             f"loss_fn: found half precision in {watch.ranges()[0].module}, expected a loss function that computes "
@@ -216,6 +204,15 @@ def _reference(loss_fn: Any, params: PyTree, batch: Any, names: list[str]) -> li
             "Remedy: run explain(loss_fn, state, [batch]), or pass another batch."
         )
     return reference
+
+
+def _under(watch: ForwardRanges, loss_fn: Any) -> Any:
+    @functools.wraps(loss_fn)
+    def watched(params: PyTree, batch: Any) -> Any:
+        with watch:
+            return loss_fn(params, batch)
+
+    return watched
 
 
 def _gradients_of(loss_fn: Any, scale: float, params: PyTree, batch: Any) -> list[Tensor]:
