@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -21,34 +22,37 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PUBLIC = ("functional_amp", "functional_amp.debug", "functional_amp.testing")
+PUBLIC = ("functional_amp", "functional_amp.debug", "functional_amp.ranks", "functional_amp.testing")
 PHONE = {"width": 375, "height": 667}
 
 
-def public_names() -> set[str]:
-    """What `from module import name` gives, once each: `functional_amp` has two names of `debug` too."""
+def public_names() -> dict[int, str]:
+    """What `from module import name` gives, by identity: two modules may have one thing."""
     found: dict[int, str] = {}
     for module_name in PUBLIC:
-        module = importlib.import_module(module_name)
-        for name, value in vars(module).items():
+        for name, value in vars(importlib.import_module(module_name)).items():
             if not name.startswith("_") and not isinstance(value, types.ModuleType):
                 found.setdefault(id(value), f"{module_name}.{name}")
-    return set(found.values())
+    return found
 
 
-def documented_names() -> list[str]:
-    pages = sorted((DOCS / "reference").glob("*.md"))
-    names = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
-    return [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in names]  # a function in a file of its name
+def documented() -> dict[int, str]:
+    """What the reference shows. A module wins over a function of its name, to the generator as to `resolve_name`."""
+    found: dict[int, str] = {}
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
+            value = pkgutil.resolve_name(name)
+            assert id(value) not in found, f"{page.name} shows {name} again"
+            found[id(value)] = name
+    return found
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
-    documented = documented_names()
-    assert len(documented) == len(set(documented))
-    modules = {"functional_amp.testing.references"}  # a module of models, shown as a whole
-    missing = public_names() - set(documented)
-    assert not missing, f"docs/reference lacks {sorted(missing)}: add a line '::: name' for each"
-    assert set(documented) - public_names() == modules
+    public, shown = public_names(), documented()
+    missing = sorted(public[key] for key in set(public) - set(shown))
+    assert not missing, f"docs/reference lacks {missing}: add a line '::: name' for each to one of its pages"
+    # A module of models, shown as a whole.
+    assert [shown[key] for key in set(shown) - set(public)] == ["functional_amp.testing.references"]
 
 
 # --- the built site --------------------------------------------------------------------------------
@@ -97,6 +101,13 @@ def test_no_link_within_the_site_is_broken(site: Path) -> None:
             if not found:
                 broken.append(f"{page.relative_to(site.resolve())}: {link}")
     assert broken == []
+
+
+@pytest.mark.slow
+def test_functions_are_shown_and_not_the_files_of_their_name(site: Path) -> None:
+    heading = re.compile(r'<h[23] id="([^"]+)" class="doc doc-heading">\s*<code class="[^"]*doc-symbol-module">')
+    shown = [name for page in site.glob("reference/*/index.html") for name in heading.findall(page.read_text())]
+    assert shown == ["functional_amp.testing.references"], "write functional_amp.optim.sgd.sgd, not functional_amp.sgd"
 
 
 @pytest.mark.slow
