@@ -291,7 +291,7 @@ CULPRITS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's, in forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's, in forward mode
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("loss_fn", CULPRITS, ids=lambda loss_fn: loss_fn.__name__)
 def test_the_culprit_of_an_unusual_loss(loss_fn: Any, backend: Any) -> None:

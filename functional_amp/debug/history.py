@@ -75,14 +75,20 @@ class History:
             writer.writerow(columns)
             writer.writerows(zip(*columns.values()))
 
-    def to_tensorboard(self, directory: str | Path) -> None:
+    def to_tensorboard(self, directory: str | Path | Any) -> None:
         """Write each kept window as scalars `train/loss`, `train/grad_norm`, ... for TensorBoard.
 
         Called each time that n new windows have been recorded, it writes every window once.
 
+        Args:
+            directory: of the event files, of which each call makes one; or an open `SummaryWriter`, which is left
+                open: TensorBoard may drop values from two files that were begun in the same second.
+
         Raises:
             ImportError: without tensorboard, which the extra `tensorboard` installs.
         """
+        if callable(getattr(directory, "add_scalar", None)):
+            return self._write(directory)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -90,11 +96,14 @@ class History:
                 "to_tensorboard: found no tensorboard, expected it to be installed. "
                 'Remedy: pip install "functional_amp[tensorboard]".'
             ) from error
-        columns = self.to_dict()
         with SummaryWriter(str(directory)) as writer:
-            for name in COLUMNS:
-                for window, value in zip(columns["window"], columns[name]):
-                    writer.add_scalar(f"train/{name}", float(value), window)
+            self._write(writer)
+
+    def _write(self, writer: Any) -> None:
+        columns = self.to_dict()
+        for name in COLUMNS:
+            for window, value in zip(columns["window"], columns[name]):
+                writer.add_scalar(f"train/{name}", float(value), window)
 
     def plot(self, path: str | Path) -> None:
         """Draw loss, loss scale and gradient norm of the kept windows, the skipped ones marked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -222,6 +223,7 @@ def _checks(
 def _watched(loss_fn: Callable[..., Tensor | Loss], record: Provenance) -> Callable[..., Tensor | Loss]:
     """The loss function, which tells the record when it runs."""
 
+    @functools.wraps(loss_fn)
     def watched(*args: Any) -> Any:
         record.phase = "forward"
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from functional_amp.dtypes import is_differentiable
 from functional_amp.engine.random import seeded
 from functional_amp.precision import autocast
 from functional_amp.stages.backward import scale_backward
+from functional_amp.stages.freeze import frozen_leaves
 from functional_amp.tree import PyTree, flatten_tensors, paths
 from functional_amp.values.grads import Loss
 from functional_amp.values.scaler import StaticScale
@@ -142,11 +144,14 @@ def underflow_report(
     ((0.00390625, 0.015625, 0.0625, 0.25, 1.0), (1.0, 1.0, 1.0, 1.0, 0.0))
     """
     scales = _check(params, dtype, scales)
-    names = [p for p, leaf in zip(paths(params), flatten_tensors(params, "params").leaves) if is_differentiable(leaf)]
+    every = flatten_tensors(params, "params").leaves
+    still = frozen_leaves(loss_fn, params, every)
+    names = [p for p, leaf, kept in zip(paths(params), every, still) if is_differentiable(leaf) and not kept]
     reference = _reference(loss_fn, params, batch, names)
     nonzero = [leaf != 0 for leaf in reference]
     watch = ForwardRanges(dtype)
 
+    @functools.wraps(loss_fn)
     def watched(params: PyTree, batch: Any) -> Any:
         with watch:
             return half(params, batch)
@@ -191,6 +196,7 @@ def _reference(loss_fn: Any, params: PyTree, batch: Any, names: list[str]) -> li
     """The gradients of a loss function that computes in float32, and is finite there."""
     watch = ForwardRanges(*HALF)
 
+    @functools.wraps(loss_fn)
     def watched(params: PyTree, batch: Any) -> Any:
         with watch:
             return loss_fn(params, batch)
