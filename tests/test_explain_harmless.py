@@ -312,3 +312,17 @@ def test_a_harmless_infinity_in_the_data_is_no_culprit() -> None:
     assert (why.stage, why.source) == ("input", "batch.scale")
     why = explain(loss_fn, state_of(torch.ones(3), 1.0), [{**batch, "mask": mask - INF}])
     assert (why.stage, why.operator) == ("forward", "_softmax")
+
+
+@pytest.mark.parametrize("backend", ["autograd", "func"])
+def test_a_nan_in_a_masked_place_is_to_blame_and_not_the_mask(backend: Any) -> None:
+    """The mask alone would give -inf there."""
+    mask = torch.full((3, 3), -INF).triu(1)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return (params * x + mask).softmax(-1)[:, 0].sum()
+
+    x = torch.ones(3, 3)
+    x[1, 2] = float("nan")
+    why = explain(loss_fn, state_of(torch.ones(3, 3), 1.0), [torch.ones(3, 3), x], backend=backend)
+    assert (why.stage, why.source, why.micro_batch) == ("input", "batch", 1)

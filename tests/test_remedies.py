@@ -599,8 +599,8 @@ row(
     "a scheduler of torch",
     lambda: api.sgd(torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(X)], 0.1))),
     TypeError,
-    "use linear, cosine or warmup_cosine",
-    lambda: [fa.sgd(lr) for lr in (fa.linear(1.0, 0.0, 9), fa.cosine(1.0, 9), fa.warmup_cosine(1.0, 1, 9))],
+    "pass its class to from_torch_schedule",
+    lambda: fa.sgd(fa.from_torch_schedule(torch.optim.lr_scheduler.ConstantLR, lr=0.1, steps=9)),
 )
 
 # Modules.

@@ -290,8 +290,6 @@ def test_each_name_of_the_room_has_a_test_that_says_what_breaks():
 OUTSIDE = {
     # The name of a module in a traceback, not the module.
     "engine/lease.py": {"torch._dynamo.convert_frame"},
-    # Where a library is installed: any module has it.
-    "debug/locate.py": {"torch.__file__", "optree.__file__"},
 }
 """Private names beyond the one room, by file."""
 
@@ -300,7 +298,10 @@ EXEMPT = ("torch_private.py", "debug/torch_private.py", "testing/")
 
 
 def private_names(source: str) -> set[str]:
-    """Names of torch and optree with a part that begins with an underscore: used, imported, or in a string."""
+    """Names of torch and optree with a part that begins with an underscore: used, imported, or in a string.
+
+    Python's own, such as `torch.__version__`, are public.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
@@ -311,6 +312,7 @@ def private_names(source: str) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
             found.add(node.value)
+    found = {name for name in found if not re.search(r"\.__\w+__$", name)}
     return {name for name in found if re.fullmatch(r"(torch|optree|nn)(\.\w+)*\._[\w.]*", name)}
 
 
@@ -322,6 +324,7 @@ def private_names(source: str) -> set[str]:
         ("torch._foreach_norm(x)", {"torch._foreach_norm"}),
         ("nn.modules.batchnorm._NormBase", {"nn.modules.batchnorm._NormBase"}),
         ("from optree.registry import __GLOBAL_NAMESPACE", {"optree.registry.__GLOBAL_NAMESPACE"}),
+        ("torch.__version__", set()),
         ("'a docstring on torch._C'; torch.nn.Linear", set()),
     ],
 )

@@ -79,8 +79,9 @@ _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention",
 
 
 def count_bad(tensors: Sequence[Tensor]) -> int:
-    """How many elements are not finite."""
-    return sum(int((~torch.isfinite(readable(tensor))).sum()) for tensor in tensors)
+    """How many elements are not finite. A NaN counts twice: of an infinity that it spoiled, it is to blame."""
+    readables = [readable(tensor) for tensor in tensors]
+    return sum(int((~torch.isfinite(values)).sum()) + int(torch.isnan(values).sum()) for values in readables)
 
 
 def blame(

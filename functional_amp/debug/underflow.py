@@ -15,7 +15,8 @@ from torch import Tensor
 from functional_amp.checks import check_number
 from functional_amp.debug.forward import ForwardRanges, ModuleRange
 from functional_amp.debug.plots import plot_underflow
-from functional_amp.debug.table import percent, power, table
+from functional_amp.debug.table import power
+from functional_amp.debug.underflow_table import forward_table, gradient_table
 from functional_amp.dtypes import is_differentiable
 from functional_amp.engine.random import seeded
 from functional_amp.precision import autocast
@@ -93,14 +94,18 @@ class UnderflowReport:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        lines = [f"Gradients in {name}: % of the elements lost at each loss scale (∞: overflow)", _gradients(self), ""]
+        lines = [
+            f"Gradients in {name}: % of the elements lost at each loss scale (∞: overflow)",
+            gradient_table(self.scales, self.recommended, self.leaves),
+            "",
+        ]
         if self.recommended is None:
             lines.append("No scale tried is finite: run explain(loss_fn, state, window).")
         else:
             lines.append(f"Recommended loss scale: {power(self.recommended)}")
             if all(self.finite):
                 lines.append(f"Nothing overflowed up to {power(self.scales[-1])}: larger scales would do as well.")
-        lines += ["", f"The forward in {name}: what no loss scale changes", _forward(self)]
+        lines += ["", f"The forward in {name}: what no loss scale changes", forward_table(self.modules)]
         return "\n".join(lines)
 
 
@@ -269,31 +274,3 @@ def _check(params: PyTree, dtype: torch.dtype, scales: Sequence[float] | None) -
             "Remedy: [2.0**k for k in range(0, 25, 2)]."
         )
     return ordered
-
-
-def _gradients(report: UnderflowReport) -> str:
-    def narrow(cells: list[str]) -> str:
-        return " ".join(cell.rjust(3) for cell in cells)
-
-    marks = [power(s).removeprefix("2^") + ("*" if s == report.recommended else "") for s in report.scales]
-    rows = [
-        [
-            leaf.path,
-            f"{leaf.largest:.1e}",
-            percent(leaf.never),
-            f"{leaf.headroom:.0f}",
-            narrow(["∞" if bad else percent(share) for share, bad in zip(leaf.lost, leaf.overflows)]),
-        ]
-        for leaf in report.leaves
-    ]
-    return table(["leaf \\ log2 of the scale", "largest", "never", "bits left", narrow(marks)], rows)
-
-
-def _forward(report: UnderflowReport) -> str:
-    if not report.modules:
-        return "no operator computed in half precision"
-    rows = [
-        [m.module, m.kind, f"{m.largest:.3g}", f"{m.bits_left:.1f}", str(m.casts), percent(m.flushed)]
-        for m in report.modules
-    ]
-    return table(["module", "class", "largest output", "bits left", "cast", "% flushed to 0"], rows)
