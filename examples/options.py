@@ -47,6 +47,7 @@ class Options:
     device: str
     seed: int
     compile: bool
+    explain: bool
     out: Path
 
 
@@ -63,6 +64,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     add("--device", type=_device, help="cpu, cuda or cuda:N; by default CUDA where there is any")
     add("--seed", type=_whole(0), default=0, metavar="N", help="of parameters, data and dropout; by default 0")
     add("--compile", action="store_true", help="compile both halves of the step: a slow start, then faster")
+    add("--explain", action="store_true", help="at the first overflow, print all that is known of it, not one line")
     add("--out", type=_png, default="train_gpt.png", metavar="PNG", help="the picture, by default train_gpt.png")
     given = vars(parser.parse_args(arguments))
     given["device"] = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")

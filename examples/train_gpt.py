@@ -2,6 +2,7 @@
 
 The loss scale climbs until the float16 gradients overflow. That update is skipped, the scale is
 halved, and training goes on: watch it in the bar, and in the picture that is drawn at the end.
+The first update that is skipped is run again, to say which operator overflowed.
 Ctrl-C ends the run after the update at hand, with its figures and its picture (exit code 130).
 """
 
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from gpt import GPT
 from options import SIZES, Options, parse
-from report import Report, draw
+from report import Recent, Report, draw
 from text import byte_entropy, even_batches, random_batches, standard_library
 from torch import Tensor
 
@@ -91,15 +92,18 @@ def train(options: Options, stop: threading.Event) -> Report:
     def validation_loss() -> float:
         return torch.stack([evaluate(state.params, batch) for batch in held_out]).mean().item()
 
-    report = Report(title(options, params), options.dtype, options.steps, byte_entropy(validation))
+    report = Report(title(options, params), options.dtype, options.steps, byte_entropy(validation), options.explain)
+    recent = Recent(step, state, 1)
     with report.bar:
         for update, window in enumerate(windows, 1):
+            recent.add(window, options.seed + update)
             state, metrics = step(state, window, seed=options.seed + update)
             history = record(history, metrics)
             stopping = stop.is_set() or update == options.steps
             validating = stopping or update % max(1, options.steps // VALIDATIONS) == 0
             if validating or update % READ_EVERY == 0:
-                report.read(history)
+                report.read(history, recent.explain)
+                recent = Recent(step, state, update + 1)
                 fa.check_progress(state)
             if validating:
                 report.validated(validation_loss())

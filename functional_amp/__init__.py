@@ -62,6 +62,7 @@ from functional_amp.stages.backward import unreached_paths as unreached_paths
 from functional_amp.stages.clip import Clipped as Clipped
 from functional_amp.stages.clip import clip as clip
 from functional_amp.stages.clip import global_norm as global_norm
+from functional_amp.stages.freeze import freeze as freeze
 from functional_amp.stages.unscale import Unscaled as Unscaled
 from functional_amp.stages.unscale import all_finite as all_finite
 from functional_amp.stages.unscale import unscale as unscale

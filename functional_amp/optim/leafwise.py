@@ -113,7 +113,8 @@ def leafwise(
             results[index], values = _ruled(leaf_rule, flats, index, finish)
             _put(flats, index, values)
         new_slots = (flat.unflatten(flat.leaves) for flat in flats[2:])
-        return flats[0].unflatten(results), state_type(counted(count), *new_slots)
+        count = counted(count) if taken or not _all_frozen(flats) else count
+        return flats[0].unflatten(results), state_type(count, *new_slots)
 
     @stage
     def update(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, Any]:
@@ -151,9 +152,17 @@ def leafwise(
             assert kernel is not None
             run_group(kernel, flats, indices, works, count, divisor, applied, storage)
         new_params, _, *new_slots = (flat.unflatten(flat.leaves) for flat in flats)
-        return new_params, state_type(counted(count, applied), *new_slots)
+        moves = plan.rest or plan.groups or not _all_frozen(flats)
+        return new_params, state_type(counted(count, applied) if moves else count, *new_slots)
 
     return Optimizer(init, update, step, transact)
+
+
+def _all_frozen(flats: list[Flat]) -> bool:
+    """Whether parameters have no gradient at all. Then no update is counted: bias correction begins with the first."""
+    return any([is_differentiable(leaf) for leaf in flats[0].leaves]) and not any(
+        [is_differentiable(leaf) for leaf in flats[1].leaves]
+    )
 
 
 class _Columns(NamedTuple):
