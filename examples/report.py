@@ -87,11 +87,11 @@ class Report:
         """Whether the run came to its end."""
         return self.updates == self.steps
 
-    def read(self, history: History, explain: Explain) -> None:
+    def read(self, history: History, explain: Explain | None) -> None:
         """Reads the history of all updates so far, and moves the bar. The first skipped update is explained."""
         explained = bool(self.skipped)
         self.columns = history.to_dict()
-        if self.skipped and not explained:
+        if self.skipped and not explained and explain:
             update = self.skipped[0]
             why = explain(update, self.columns["scale"][update - 1])
             self._say(f"update {update:4}  skipped:" + (f"\n{why}" if self.long else f" {why.summary}"), "cyan")

@@ -3,14 +3,14 @@
 The loss scale climbs until the float16 gradients overflow. That update is skipped, the scale is
 halved, and training goes on: watch it in the bar, and in the picture that is drawn at the end.
 The first update that is skipped is run again, to say which operator overflowed.
-Ctrl-C ends the run after the update at hand, with its figures and its picture (exit code 130).
+Ctrl-C ends the run after the update at hand, with its figures and its picture (exit code 130). So does SIGTERM,
+on any of the processes of torchrun --nproc-per-node=2 train_gpt.py --parallel ddp; --save and --resume go on there.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,18 +20,21 @@ import torch
 import torch.nn.functional as F
 from gpt import GPT
 from options import SIZES, Options, parse
+from parallel import Parallel, processes
 from report import Recent, Report, draw
 from text import byte_entropy, even_batches, random_batches, standard_library
 from torch import Tensor
 
 import functional_amp as fa
 from functional_amp.debug import init_history, record
+from functional_amp.ranks import stop_on
 
 LossFn = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 MAX_NORM = 1.0
 READ_EVERY = 10  # updates between two looks at the history
 VALIDATIONS = 8  # in a run
+ALONE = Parallel()
 
 
 def next_byte_loss(apply: fa.Apply) -> LossFn:
@@ -70,43 +73,53 @@ def make_scaler(dtype: torch.dtype, steps: int) -> fa.Scaler:
     return fa.DynamicScale(growth_interval=max(5, steps // 12))
 
 
-def train(options: Options, stop: threading.Event) -> Report:
-    """Trains to the end, or until the event is set and the update at hand is done."""
+def train(options: Options, stop: Tensor, parallel: Parallel = ALONE) -> Report:
+    """Trains to the end, or until the flag is set on one of the processes and the update at hand is done."""
     size, dtype, device = SIZES[options.size], getattr(torch, options.dtype), torch.device(options.device)
     torch.manual_seed(options.seed)
     if options.size == "tiny":
         torch.set_num_threads(1)  # on a CPU: so small that threads spend their time waiting for each other
     training, validation = (part.to(device) for part in standard_library())
     micro_batches = random_batches(training, size.batch, size.shape.context, options.seed)
-    windows = islice(fa.windows(micro_batches, options.accumulate), options.steps)
     held_out = even_batches(validation, 16, 16, size.shape.context)
 
-    apply, params, _ = fa.from_module(GPT(size.shape).to(device))
+    apply, params, _ = fa.from_module(GPT(size.shape).to(device), gather=parallel.gather)
+    name = title(options, params)
     optimizer = make_optimizer(size.learning_rate, options.steps)
     loss_fn = in_precision(next_byte_loss(apply), dtype)
-    step = fa.make_step(loss_fn, optimizer, max_norm=MAX_NORM, compile=options.compile)
-    state = fa.init_state(params, optimizer, make_scaler(dtype, options.steps))
+    mesh = parallel.ranks(stop)
+    step = fa.make_step(parallel.loss(loss_fn), optimizer, max_norm=MAX_NORM, compile=options.compile, mesh=mesh)
+    state = fa.init_state(parallel.params(params), optimizer, make_scaler(dtype, options.steps))
+    if options.resume and options.save and options.save.exists():
+        state = fa.load_state_dict(state, fa.load(options.save))
+    done = int(state.applied + state.skipped)
+    # Each process takes its turn at the micro-batches; those of the updates that are done have been seen.
+    mine = islice(micro_batches, done * options.accumulate * parallel.size + parallel.rank, None, parallel.size)
+    windows = islice(fa.windows(mine, options.accumulate), options.steps - done)
     history = init_history(state, options.steps)
     evaluate = in_precision(next_byte_loss(apply.eval()), dtype)
 
     def validation_loss() -> float:
         return torch.stack([evaluate(state.params, batch) for batch in held_out]).mean().item()
 
-    report = Report(title(options, params), options.dtype, options.steps, byte_entropy(validation), options.explain)
+    report = Report(name, options.dtype, options.steps - done, byte_entropy(validation), options.explain)
     recent = Recent(step, state, 1)
     with report.bar:
-        for update, window in enumerate(windows, 1):
-            recent.add(window, options.seed + update)
-            state, metrics = step(state, window, seed=options.seed + update)
+        for update, window in enumerate(windows, done + 1):
+            seed = options.seed + update + 2**20 * parallel.rank
+            recent.add(window, seed)
+            state, metrics = step(state, window, seed=seed)
             history = record(history, metrics)
-            stopping = stop.is_set() or update == options.steps
+            stopping = bool(stop if mesh is None else metrics.stop) or update == options.steps
             validating = stopping or update % max(1, options.steps // VALIDATIONS) == 0
             if validating or update % READ_EVERY == 0:
-                report.read(history, recent.explain)
-                recent = Recent(step, state, update + 1)
+                report.read(history, recent.explain if mesh is None else None)
+                recent = Recent(step, state, report.updates + 1)
                 fa.check_progress(state)
             if validating:
                 report.validated(validation_loss())
+                if options.save:
+                    parallel.save(options.save, state)
             if stopping:
                 break
     return report
@@ -118,19 +131,19 @@ def title(options: Options, params: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def first_ctrl_c() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event, to look at between two updates; a second one interrupts."""
-    event = threading.Event()
+def first_signal() -> Iterator[Tensor]:
+    """Turns the first Ctrl-C, and SIGTERM, into a flag to look at between two updates; a second Ctrl-C interrupts."""
 
     def handler(*_: object) -> None:
-        event.set()
+        signal.raise_signal(signal.SIGTERM)
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with stop_on(signal.SIGTERM) as flag:
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            yield flag
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,11 +151,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(__doc__ or "", arguments)
     start = time.monotonic()
     try:
-        with first_ctrl_c() as stop:
-            report = train(options, stop)
+        with first_signal() as stop, processes(options.parallel, options.device) as parallel:
+            report = train(options, stop, parallel)
     except KeyboardInterrupt:
         print("stopped at once, without a picture")
         return 130
+    if parallel.rank:
+        return 0 if report.complete else 130
     draw(report, options.out, MAX_NORM)
     print(report.summary(time.monotonic() - start, options.out))
     return 0 if report.complete else 130

@@ -53,6 +53,7 @@ from functional_amp.registry import register as register
 from functional_amp.selection import merge as merge
 from functional_amp.selection import select as select
 from functional_amp.selection import split as split
+from functional_amp.shards import load_shards as load_shards
 from functional_amp.stages.accumulate import accumulate as accumulate
 from functional_amp.stages.accumulate import add as add
 from functional_amp.stages.accumulate import windows as windows

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable
+from functional_amp.engine.sharded import distributed_as
 from functional_amp.names import encoded, kind, named, same, shown, walk
 from functional_amp.optim import AdamState, SGDState
 from functional_amp.registry import with_fields
@@ -115,7 +116,7 @@ def load_state_dict(template: TrainState, flat: Mapping[str, Tensor]) -> TrainSt
             "Remedy: a state that torch.load gave needs no load_state_dict."
         )
     _check_version(flat)
-    template = _with_window_of(flat, template)
+    template = with_window_of(flat, template)
     leaves, static = named(template)
     differences = [difference for name, leaf in leaves.items() for difference in _leaf_differences(name, leaf, flat)]
     for name, value in static.items():
@@ -148,7 +149,7 @@ def _check_version(flat: Mapping[str, Tensor]) -> None:
         )
 
 
-def _with_window_of(flat: Mapping[str, Tensor], template: TrainState) -> TrainState:
+def with_window_of(flat: Mapping[str, Tensor], template: TrainState) -> TrainState:
     """The template with a window where the saved state had one, and without where it had none."""
     is_open = flat.get("window_open")
     if not isinstance(is_open, Tensor) or kind(is_open) != "torch.bool of shape ()":
@@ -216,7 +217,7 @@ def _laid_out(name: str, leaf: Tensor, flat: Mapping[str, Tensor]) -> Tensor:
         dims = order.tolist()
         memory = found.permute(dims).contiguous()
         found = memory.permute([dims.index(dim) for dim in range(len(dims))])
-    return found.to(leaf.device, copy=True)
+    return distributed_as(found.to(leaf.device, copy=True), leaf)
 
 
 def _one_scale(state: TrainState) -> TrainState:

@@ -20,6 +20,8 @@ from functional_amp.engine.storage import FRESH, Storage
 from functional_amp.optim.base import Optimizer, check_optimizer
 from functional_amp.optim.transaction import maybe_step
 from functional_amp.precision import cast_floating, check_dtype
+from functional_amp.ranks.agree import naming_ranks, over_ranks
+from functional_amp.ranks.mesh import Ranks, as_ranks, inner_groups, loss_groups
 from functional_amp.registry import with_fields
 from functional_amp.selection import select
 from functional_amp.stages.accumulate import alike
@@ -68,11 +70,14 @@ class Step:
     compute_dtype: torch.dtype | None = None
     donate: bool = False
     compile: Compile = False
+    mesh: Any = None
     accumulate: Callable[[TrainState, Any], TrainState] = field(init=False, repr=False)
     update: Callable[[TrainState], tuple[TrainState, Metrics]] = field(init=False, repr=False)
     _loss: Callable[..., Loss] = field(init=False, repr=False)
     _backend: Backend = field(init=False, repr=False)
     _runs: Runs = field(init=False, repr=False)
+    _ranks: Ranks | None = field(init=False, repr=False)
+    _inner: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_loss_fn(self.loss_fn)
@@ -83,9 +88,18 @@ class Step:
             check_dtype(self.compute_dtype, "compute_dtype")
         check_bool(self.donate, "donate")
         check_compile(self.compile)
-        runs = Runs(self._accumulated, self._updated, self._scanned, donate=self.donate, compile=self.compile)
-        parts = {"accumulate": naming_limits(runs.accumulate, self.compile), "update": runs.update, "_runs": runs}
-        parts |= {"_loss": windowed(self.loss_fn), "_backend": backend_in_graphs(self.backend, self.compile)}
+        ranks = as_ranks(self.mesh)
+        bodies = self._accumulated, self._updated, self._scanned
+        runs = Runs(*bodies, donate=self.donate, compile=self.compile, may_be_empty=ranks is not None)
+        parts = {
+            "accumulate": naming_ranks(naming_limits(runs.accumulate, self.compile), ranks),
+            "update": naming_ranks(runs.update, ranks),
+            "_runs": runs,
+            "_loss": windowed(self.loss_fn),
+            "_backend": backend_in_graphs(self.backend, self.compile, sharded=bool(loss_groups(self.loss_fn))),
+            "_ranks": ranks,
+            "_inner": frozenset() if ranks is None else inner_groups(self.loss_fn, ranks),
+        }
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 
@@ -118,7 +132,8 @@ class Step:
         if seed is not None:
             with seeded(seed):
                 return self(state, micro_batches)
-        return naming_limits(self._runs.window, self.compile)(state, alike(micro_batches))
+        run = naming_ranks(naming_limits(self._runs.window, self.compile), self._ranks)
+        return run(state, alike(micro_batches))
 
     def scan(self, state: TrainState, micro_batches: PyTree) -> tuple[TrainState, Metrics]:
         """One update from micro-batches that are stacked along a first dimension.
@@ -130,7 +145,7 @@ class Step:
                 compiled step whose loss the autograd engine differentiates.
         """
         check_loop_in_graph(self._loss, self._backend, self.compile)
-        return naming_limits(self._runs.scan, self.compile)(state, micro_batches)
+        return naming_ranks(naming_limits(self._runs.scan, self.compile), self._ranks)(state, micro_batches)
 
     @property
     def needs_engine(self) -> bool:
@@ -178,6 +193,9 @@ class Step:
 
     def _updated(self, state: TrainState, storage: Storage = FRESH) -> tuple[TrainState, Metrics]:
         """The body of `update`: clip, all_finite, maybe_step, update_scale."""
+        stop: Any = ()
+        if self._ranks is not None:
+            state, stop = over_ranks(self._ranks, self._inner, state, storage, self.compute_dtype)
         window = state.window
         if window is None:
             raise ValueError("update: found no open window, expected step.accumulate(state, micro_batch) before it.")
@@ -190,7 +208,14 @@ class Step:
         params, opt_state = maybe_step(self.optimizer, state.params, state.opt_state, grads, finite, storage=storage)
         weight = torch.where(grads.weight == 0, 1, grads.weight)
         metrics = Metrics(
-            window.loss / weight, norm, finite, applied, state.scaler.scale, grads.weight, aux_mean(window.aux, weight)
+            loss=window.loss / weight,
+            grad_norm=norm,
+            finite=finite,
+            applied=applied,
+            scale=state.scaler.scale,
+            weight=grads.weight,
+            aux=aux_mean(window.aux, weight),
+            stop=stop,
         )
         next_state = TrainState(
             params,
@@ -222,6 +247,7 @@ def make_step(
     compute_dtype: torch.dtype | None = None,
     donate: bool = False,
     compile: Compile = False,
+    mesh: Any = None,
 ) -> Step:
     """Composes the six functions into a step.
 
@@ -244,6 +270,9 @@ def make_step(
             micro-batches stays a Python loop, never unrolled. `{"unsafe_skip_guards": True}` looks at no
             guard while the state is the last one returned and the micro-batch has the structure, shapes
             and dtypes of the last one: what it misses is a change of Python values that the loss reads.
+        mesh: the `DeviceMesh` of the ranks that train together, or `Ranks(mesh, ...)` of functional_amp.ranks.
+            `update` adds the windows of all ranks before the norm is measured; `accumulate` sends nothing. A
+            rank may have a window of any length, an empty one too. See docs/distributed.md.
 
     Returns:
         A `Step`. A window without weight is not applied; the scale then counts it as a clean one. A
@@ -261,4 +290,4 @@ def make_step(
     >>> state.params, metrics.loss
     (tensor([2.]), tensor(5.))
     """
-    return Step(loss_fn, optimizer, max_norm, norm_type, clip_eps, backend, compute_dtype, donate, compile)
+    return Step(loss_fn, optimizer, max_norm, norm_type, clip_eps, backend, compute_dtype, donate, compile, mesh)

@@ -160,3 +160,27 @@ def traced_effects(context: Any) -> Any:
 def traced_version(variable: Any) -> int:
     """The version counter of the stand-in of a traced tensor."""
     return unwrapped(variable.proxy.node.meta["example_value"])._version
+
+
+def all_reduced(tensors: list[Tensor], group: str, *, in_place: bool = False) -> list[Tensor]:
+    """The sums over the ranks of a group, of contiguous tensors of one dtype: one collective, also in a graph."""
+    operators: Any = torch.ops._c10d_functional
+    operator = operators.all_reduce_coalesced_ if in_place else operators.all_reduce_coalesced
+    return [operators.wait_tensor(total) for total in operator(tensors, "sum", group)]
+
+
+def all_gathered(tensor: Tensor, size: int, group: str) -> Tensor:
+    """The tensors of all ranks of a group, along a new first dimension."""
+    operators: Any = torch.ops._c10d_functional
+    gathered = operators.wait_tensor(operators.all_gather_into_tensor(tensor.reshape(-1), size, group))
+    return gathered.reshape(size, *tensor.shape)
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Raises where a 0-dim bool tensor is False, without a host read: later and less clearly on an accelerator."""
+    torch._assert_async(condition, message)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh of all dimensions that a dimension was sliced out of."""
+    return mesh._get_root_mesh()

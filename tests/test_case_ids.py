@@ -20,7 +20,7 @@ FILES = "P11 P12 P13 D16".split()
 # Of the second set: gradients that were silently zero, sums and means, windows, graphs, containers.
 LOOPS = "L01 L02 L03 L04 L06 L07 L08 L09 L10 L11 L12 L13 L14 L15 L16 L17 L18".split()
 # These are about a CUDA device, several processes or several devices.
-DEVICES_AND_RANKS = "C06 F14 D02 D03 D04 D05 D06".split()
+DEVICES_AND_RANKS = "C06 F14 D02 D03 D04 D05 D06 D11 D12 D13 D14 D15 D17".split()
 
 
 def case_ids() -> set[str]:

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -414,12 +413,12 @@ def interruptible():
         signal.signal(signal.SIGINT, before)
 
 
-def test_the_first_ctrl_c_is_an_event_and_the_second_interrupts(example):
+def test_the_first_ctrl_c_is_a_flag_and_the_second_interrupts(example):
     with interruptible():
-        with pytest.raises(KeyboardInterrupt), example["train_gpt"].first_ctrl_c() as stop:
-            assert not stop.is_set()
+        with pytest.raises(KeyboardInterrupt), example["train_gpt"].first_signal() as stop:
+            assert not stop
             signal.raise_signal(signal.SIGINT)
-            assert stop.is_set()
+            assert stop
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -460,7 +459,7 @@ def default_run(example):
     def trained(dtype: str):
         with global_state_restored():
             options = example["options"].parse("", ["--device=cpu", f"--dtype={dtype}"])
-            return example["train_gpt"].train(options, threading.Event())
+            return example["train_gpt"].train(options, torch.tensor(False))
 
     return trained
 

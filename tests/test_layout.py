@@ -20,7 +20,7 @@ FLOORS = [
     ("selection",),
     ("values",),
     ("engine",),
-    ("stages", "optim", "precision"),
+    ("stages", "optim", "precision", "ranks"),
     ("initial", "step"),
 ]
 """Who may import whom: a file imports from its own floor, and from those before it. All others are above."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 
 import functional_amp as fa
 from functional_amp import torch_private as private
+from tests.on_ranks import Collectives
 
 PACKAGE = Path(fa.__file__).parent
 
@@ -416,3 +417,42 @@ def test_comptime_traced_locals_and_traced_version_show_a_write_while_a_graph_is
 
     torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1))
     assert seen[1] == seen[0] + 1
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_all_reduced_and_all_gathered_are_one_collective_each(alone):
+    # When they move, an update sends nothing, or a message for each leaf.
+    group = torch.distributed.init_device_mesh("cpu", (1,)).get_group().group_name
+    leaves = [torch.ones(2), torch.ones(2, 3)]
+    with Collectives() as sent:
+        totals = private.all_reduced(leaves, group)
+        same = private.all_reduced(leaves, group, in_place=True)
+        gathered = private.all_gathered(leaves[1], 1, group)
+    assert sent.seen == ["all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor"]
+    assert [total is leaf for total, leaf in zip(totals + same, leaves * 2, strict=True)] == [False] * 2 + [True] * 2
+    assert gathered.shape == (1, 2, 3)
+
+
+def test_assert_on_device_raises_in_a_graph_too(fresh_dynamo):
+    # When it moves, ranks that are not at one window go on as if they were.
+    def checked(flag):
+        private.assert_on_device(flag, "not at one window")
+        return flag
+
+    for function in (checked, torch.compile(checked, fullgraph=True, backend="aot_eager")):
+        function(torch.tensor(True))
+        with pytest.raises(RuntimeError, match="not at one window"):
+            function(torch.tensor(False))
+
+
+def test_root_mesh_has_all_dimensions(alone):
+    # When it moves, tensor-parallel parameters can't be sharded further.
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    assert private.root_mesh(mesh["tp"]) == mesh

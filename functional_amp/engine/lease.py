@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.engine.operators import before_writing
+from functional_amp.engine.sharded import local
 from functional_amp.engine.storage import Fresh, cloned, dense, is_disjoint, is_sole_owner, unshared, write_into
 from functional_amp.registry import new, with_fields
 from functional_amp.torch_private import dynamo_exception
@@ -115,6 +116,10 @@ class Lease(Fresh):
             return list(grads)
         return [grad if is_sole_owner(grad) else grad.clone() for grad in grads]
 
+    def summing(self, sums: Sequence[Tensor]) -> list[Tensor] | None:
+        self.writing("window")
+        return self.scratch([leaf.contiguous() for leaf in sums])
+
     def settled(self, old: Tensor, work: Tensor) -> Tensor:
         return old if work is old else old.copy_(work)
 
@@ -151,7 +156,7 @@ class Lease(Fresh):
     def _close_window(self, leaves: list[Any]) -> None:
         """Lets go of the sums, and of copies that the engine recorded with in place of the state's own leaves."""
         self._sums = []
-        if not {id(leaf) for leaf in self._recorded[0]} <= {id(leaf) for leaf in leaves}:
+        if not {id(local(leaf)) for leaf in self._recorded[0]} <= {id(leaf) for leaf in leaves}:
             self._recorded = ([], [])
 
 
@@ -265,7 +270,8 @@ def _leaves_of(state: TrainState) -> Flat:
     """What is written to, or recorded with, by what was made for the last state."""
     window = state.window
     opened = None if window is None else (window.grads.tree, window.params)
-    return flatten((state.params, state.opt_state, state.buffers, opened))
+    flat = flatten((state.params, state.opt_state, state.buffers, opened))
+    return Flat([local(leaf) for leaf in flat.leaves], flat.spec)
 
 
 def _places(leaves: list[Any]) -> list[list[Any]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_finite, like, norm_dtype, scalar_dtype
 from functional_amp.engine.operators import implement
-from functional_amp.engine.sharded import is_sharded, of_each_part, whole
+from functional_amp.engine.sharded import Parts, any_sharded, parts_of
 from functional_amp.mode import in_graph, transformed
 from functional_amp.torch_private import below_modes, foreach_norm
 
@@ -53,9 +53,9 @@ def norm_of(leaves: Sequence[Tensor], norm_type: float) -> Norm:
     """The p-norm of all elements of float and complex leaves."""
     leaves = [leaf for leaf in leaves if leaf.numel()]
     single = norm_type == 2 and leaves and {leaf.dtype for leaf in leaves} <= _SINGLE and not transformed()
-    on_known = all([(leaf.is_cpu or leaf.is_cuda) and not is_sharded(leaf) for leaf in leaves])
+    on_known = all([leaf.is_cpu or leaf.is_cuda for leaf in leaves])
     if single and on_known and scalar_dtype(leaves[0].device) == torch.float64:
-        return _in_one_read(leaves)
+        return _of_parts(leaves) if any_sharded(leaves) else _in_one_read(leaves)
     return _in_units(leaves, norm_type)
 
 
@@ -69,13 +69,29 @@ def max_abs(leaves: Sequence[Tensor]) -> Tensor:
     if not leaves:
         return torch.zeros((), dtype=torch.float32)
     dtype, device = norm_dtype(leaves), leaves[0].device
-    if any([is_sharded(leaf) for leaf in leaves]):
-        peaks = [of_each_part(_peak, leaf).to(device, dtype).amax() for leaf in leaves]
+    if any_sharded(leaves):
+        peaks = [parts.largest(_max_abs(parts.leaves, device, dtype)) for parts in parts_of(leaves)]
         return torch.stack(peaks).amax()
+    return _max_abs(leaves, device, dtype)
+
+
+def _max_abs(leaves: Sequence[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+    if not leaves:
+        return torch.zeros((), dtype=dtype, device=device)
     bounds = [torch.aminmax(_ordered(leaf)) for leaf in leaves]
     low = torch.stack([bound.min.to(device, dtype) for bound in bounds]).amin()
     high = torch.stack([bound.max.to(device, dtype) for bound in bounds]).amax()
     return torch.maximum(high, -low)
+
+
+def _of_parts(leaves: list[Tensor]) -> Norm:
+    """The 2-norm of leaves of which other ranks hold parts: each part is read once, and one number is summed."""
+    squares = []
+    for parts in parts_of(leaves):
+        norm = _in_one_read(parts.leaves).mantissa if parts.leaves else torch.zeros((), dtype=torch.float64)
+        squares.append(parts.summed(norm.to(leaves[0].device).square()))
+    norm = torch.stack(squares).sum().sqrt()
+    return Norm(norm, 1.0, is_finite(norm), one_read=True)
 
 
 def _in_one_read(leaves: list[Tensor]) -> Norm:
@@ -138,17 +154,23 @@ def _in_units(leaves: Sequence[Tensor], norm_type: float) -> Norm:
     unit = _unit(torch.where(finite, peak, 1), norm_type)
     dtype = norm_dtype(leaves)
     norms = []
-    for leaf in leaves:
-        # In the dtype of the norm: beside a float64 leaf the square of a float32 1e20 must not overflow.
-        wide = leaf.to(torch.promote_types(accumulation_dtype(leaf.dtype), dtype))
-        if norm_type != math.inf:
-            wide = wide / like(unit, wide).to(wide.real.dtype)
-        if norm_type == math.inf:
-            norm = of_each_part(lambda part: torch.linalg.vector_norm(part, math.inf), wide).amax()
-        else:
-            norm = whole(torch.linalg.vector_norm(wide, norm_type))
-        norms.append(norm.to(peak.device, dtype))
+    for parts in parts_of(leaves) if any_sharded(leaves) else [Parts(list(leaves), ())]:
+        own = []
+        for leaf in parts.leaves:
+            # In the dtype of the norm: beside a float64 leaf the square of a float32 1e20 must not overflow.
+            wide = leaf.to(torch.promote_types(accumulation_dtype(leaf.dtype), dtype))
+            wide = wide if norm_type == math.inf else wide / like(unit, wide).to(wide.real.dtype)
+            own.append(torch.linalg.vector_norm(wide, norm_type).to(peak.device, dtype))
+        norms += [_over_ranks(parts, own, norm_type, peak)] if parts.groups else own
     return Norm(torch.linalg.vector_norm(torch.stack(norms), norm_type), unit, finite)
+
+
+def _over_ranks(parts: Parts, norms: list[Tensor], norm_type: float, peak: Tensor) -> Tensor:
+    """The norm of parts, from the norms of this process's own."""
+    own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros_like(peak)
+    if norm_type == math.inf:
+        return parts.largest(own)
+    return parts.summed(own**norm_type) ** (1 / norm_type)
 
 
 def _unit(peak: Tensor, norm_type: float) -> Tensor:
@@ -166,11 +188,6 @@ def _unit(peak: Tensor, norm_type: float) -> Tensor:
     down, up = (2.0**-600, 2.0**600) if peak.dtype == torch.float64 else (2.0**-90, 2.0**100)
     unit = torch.where(peak > large, up, one)
     return torch.where((peak < small) & (peak > 0), down, unit)
-
-
-def _peak(leaf: Tensor) -> Tensor:
-    low, high = torch.aminmax(_ordered(leaf))
-    return torch.maximum(high, -low)
 
 
 def _ordered(leaf: Tensor) -> Tensor:

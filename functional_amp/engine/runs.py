@@ -26,6 +26,7 @@ class Runs:
         accumulated: `(state, micro_batch, storage) -> state`.
         updated: `(state, storage) -> (state, metrics)`.
         scanned: `(state, stacked, storage) -> (state, metrics)`.
+        may_be_empty: whether a window may have no micro-batches.
 
     Attributes:
         accumulate, update, scan: the same without the storage, which is chosen here.
@@ -39,11 +40,12 @@ class Runs:
         *,
         donate: bool,
         compile: Compile,
+        may_be_empty: bool = False,
     ):
         def closed(state: TrainState, micro_batch: Any, storage: Storage) -> Result:
             return updated(accumulated(state, micro_batch, storage), storage)
 
-        self._donate, self._compile = donate, compile
+        self._donate, self._compile, self._may_be_empty = donate, compile, may_be_empty
         bodies = {"accumulate": accumulated, "update": updated, "close": closed, "scan": scanned}
         self._bodies = {name: stage(body, detach=not donate) for name, body in bodies.items()}
         self._graphs: dict[tuple[str, bool], Callable[..., Any]] = {}
@@ -67,6 +69,8 @@ class Runs:
             if pending:
                 state = self._part("accumulate", lease, known, state, pending.pop())
             pending.append(micro_batch)
+        if not pending and self._may_be_empty:
+            return self._part("update", lease, known, state)
         if not pending:
             raise ValueError("micro_batches: found an empty window, expected at least one micro-batch.")
         return self._part("close", lease, known, state, pending.pop())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.engine.operators import announced
+from functional_amp.engine.sharded import local
 from functional_amp.mode import in_graph
 from functional_amp.torch_private import storage_key, storage_use_count
 from functional_amp.tree import PyTree, flatten, map_tensors
@@ -49,6 +50,10 @@ class Fresh:
     def scratch(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients that a kernel may overwrite."""
         return [grad.clone() for grad in grads]
+
+    def summing(self, sums: Sequence[Tensor]) -> list[Tensor] | None:
+        """The sums of a window, for a reduction over ranks to write to; None where it is to make new ones."""
+        return None
 
     def settled(self, old: Tensor, work: Tensor) -> Tensor:
         """What a kernel left in `working`, with the strides of the old leaf: they must not change either."""
@@ -158,7 +163,7 @@ def unshared(tree: PyTree, *others: PyTree) -> PyTree:
 
 def is_disjoint(tree: PyTree) -> bool:
     """Whether all leaves are plain contiguous tensors without history, and no two of them lie on the same bytes."""
-    leaves = [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
+    leaves = [local(leaf) for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
     if not all([type(leaf) is Tensor and leaf.is_contiguous() and not leaf.requires_grad for leaf in leaves]):
         return False
     places = sorted([(leaf.data_ptr(), leaf.nbytes) for leaf in leaves])

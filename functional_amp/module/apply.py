@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, own_copy
+from functional_amp.module.gathered import layouts_of, read_gathered
 from functional_amp.module.lender import Lender
 from functional_amp.module.templates import Tensors, registered
 from functional_amp.module.traced import traced_call
@@ -170,7 +171,7 @@ class Apply:
         return output, {name: buffers[name] if name in fixed else after[name] for name in buffers}, written
 
 
-def from_module(module: nn.Module, *, scratch: Iterable[str] = ()) -> FromModule:
+def from_module(module: nn.Module, *, scratch: Iterable[str] = (), gather: torch.dtype | None = None) -> FromModule:
     """Takes a module apart into a pure function and its tensors. The module is never changed.
 
     Args:
@@ -178,6 +179,8 @@ def from_module(module: nn.Module, *, scratch: Iterable[str] = ()) -> FromModule
             must have seen an input.
         scratch: the names of attributes that the forward writes for others to read (`self.aux = ...`); they
             are put back after each call. Those that are written before they are read are found by themselves.
+        gather: for parameters that `functional_amp.ranks.shard` distributes: each layer makes its own whole where
+            its forward reads them, in this dtype. Plain parameters are cast.
 
     Returns:
         apply: the forward; see `Apply`.
@@ -208,7 +211,10 @@ def from_module(module: nn.Module, *, scratch: Iterable[str] = ()) -> FromModule
     others = {name: t.detach().clone() for name, t in tensors.items() if name not in trainable}
     frozen = frozenset(name for name in others if isinstance(tensors[name], nn.Parameter))
     origin = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
-    lender = Lender(own_copy(module), origin, scratch, set())
+    master = own_copy(module)
+    if gather is not None:
+        read_gathered(master, gather, layouts_of(module))
+    lender = Lender(master, origin, scratch, set())
     apply = Apply(lender.master, frozenset(trainable), dict(others), frozen, lender, {})
     return FromModule(apply, {name: t.detach().clone() for name, t in trainable.items()}, others)
 

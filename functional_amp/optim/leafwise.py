@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, counted, divided, is_differentiable, like, widened
+from functional_amp.engine.sharded import all_sharded_like, any_sharded, local_parts, placed_like
 from functional_amp.engine.storage import Storage
 from functional_amp.mode import stage
 from functional_amp.optim.base import Optimizer, fitted, matched
@@ -128,6 +129,12 @@ def leafwise(
     def transact(
         grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, storage: Storage
     ) -> tuple[PyTree, Any]:
+        if any_sharded(params):  # what treats each element by itself runs on the parts that are here
+            placed = placed_like(grads, params)
+            new_params, new_state = transact(
+                local_parts(placed), local_parts(opt_state), local_parts(params), divisor, applied, storage
+            )
+            return all_sharded_like(new_params, params), all_sharded_like(new_state, opt_state)
         count = count_of(opt_state)
         flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(state_dtypes)])]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from functional_amp.engine.graphs import Compile
 from functional_amp.engine.limits import limit_of
 from functional_amp.engine.random import random_state
+from functional_amp.engine.sharded import is_sharded
 from functional_amp.mode import engine_records, in_graph, kept_whole_in_graphs, mode, normal
 from functional_amp.torch_private import reaches_this_level
 
@@ -31,12 +32,15 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f"backend: found {backend!r}, expected 'auto', 'func' or 'autograd'.")
 
 
-def backend_in_graphs(backend: Backend, compile: Compile) -> Backend:
-    """The backend of a step, by its options: where a loss may leave the graph, "auto" is the engine.
+def backend_in_graphs(backend: Backend, compile: Compile, *, sharded: bool = False) -> Backend:
+    """The backend of a step, by its options: where a loss may leave the graph or is `sharded`, "auto" is the engine.
 
     Raises:
         ValueError: for "func" where it may.
     """
+    if sharded:
+        _refuse_func(backend)
+        return "autograd"
     if not isinstance(compile, Mapping) or compile.get("fullgraph", True):
         return backend
     if backend == "func":
@@ -45,6 +49,14 @@ def backend_in_graphs(backend: Backend, compile: Compile) -> Backend:
             "left in the middle of torch.func.grad. Use backend='autograd', which gives the same values."
         )
     return "autograd"
+
+
+def _refuse_func(backend: Backend) -> None:
+    if backend == "func":
+        raise ValueError(
+            "backend: found 'func' with sharded parameters, expected 'auto' or 'autograd': torch.func can't "
+            "differentiate what DTensors do. Use backend='autograd', which gives the same values."
+        )
 
 
 def check_loop_in_graph(loss_fn: Any, backend: Backend, compile: Compile) -> None:
@@ -59,6 +71,9 @@ def check_loop_in_graph(loss_fn: Any, backend: Backend, compile: Compile) -> Non
 
 def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> tuple[list[Tensor], Any]:
     """The gradients of a `ScaledLoss` at its leaves, and what it returned beside the scaled loss, without history."""
+    if any([is_sharded(leaf) for leaf in leaves]):
+        _refuse_func(backend)
+        backend = "autograd"
     if backend == "autograd" or (backend == "auto" and known_limit(scaled_loss.loss_fn)):
         return _by_autograd(scaled_loss, leaves)
     retries = backend == "auto" and mode() in ("eager", "inference")

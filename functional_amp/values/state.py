@@ -124,3 +124,4 @@ class Metrics(NamedTuple):
     scale: Tensor
     weight: Tensor
     aux: PyTree = ()
+    stop: Tensor | tuple[()] = ()
