@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import optree
 import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype
-from functional_amp.optim import AdamState, SGDState
+from functional_amp.optim import AdamState, SGDState, TorchState
+from functional_amp.torch_dicts import TorchDict, exported, imported
 from functional_amp.tree import PyTree, flatten, paths
 
 _Node: TypeAlias = SGDState | AdamState
@@ -20,6 +21,8 @@ def opt_state_from_torch(
     opt_state: PyTree, torch_state: Mapping[str, Any], names: Iterable[str] | None = None, *, applied: int | None = None
 ) -> PyTree:
     """Read the state of a `torch.optim.SGD`, `Adam` or `AdamW`, to go on with `sgd`, `adam` or `adamw`.
+
+    With a `TorchState` as the template, read the state of that class of torch, to go on with `from_torch`.
 
     Parameter groups are the labels of `partition`, or all one optimizer. The hyperparameters are not
     carried: they are arguments of the optimizer here.
@@ -50,7 +53,9 @@ def opt_state_from_torch(
     >>> state.step, state.exp_avg["bias"]
     (tensor(1, dtype=torch.int32), tensor([0.1000]))
     """
-    theirs = _Theirs.of(torch_state, names)
+    if isinstance(opt_state, TorchState):
+        return imported(opt_state, TorchDict.of(torch_state, names), torch_state["param_groups"], applied)
+    theirs = TorchDict.of(torch_state, names, plain=True)
     nodes, spec = _nodes(opt_state)
     ours = set().union(*(_slot_names(node) for node in nodes))
     strangers = [name for name, state in theirs.states.items() if name not in ours and _tensors(state)]
@@ -75,7 +80,7 @@ def opt_state_from_torch(
 def opt_state_to_torch(
     opt_state: PyTree, torch_optimizer: torch.optim.Optimizer, names: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Write the state that a `torch.optim.SGD`, `Adam` or `AdamW` goes on from.
+    """Write the state that a `torch.optim.SGD`, `Adam` or `AdamW` goes on from, or any class that `from_torch` took.
 
     Args:
         opt_state: the state of `sgd`, `adam`, `adamw`, or of a `partition` of these.
@@ -96,13 +101,15 @@ def opt_state_to_torch(
     >>> theirs = torch.optim.AdamW(model.named_parameters())
     >>> theirs.load_state_dict(opt_state_to_torch(adamw().init(dict(model.named_parameters())), theirs))
     """
+    if isinstance(opt_state, TorchState):
+        return exported(opt_state, torch_optimizer.state_dict(), names)
     if not isinstance(torch_optimizer, (torch.optim.SGD, torch.optim.Adam)):  # AdamW is an Adam
         raise TypeError(
             f"torch_optimizer: found {type(torch_optimizer).__name__}, expected torch.optim.SGD, Adam or AdamW. "
             "Remedy: carry the parameters alone, and let it start."
         )
     written = torch_optimizer.state_dict()
-    theirs = _Theirs.of(written, names)
+    theirs = TorchDict.of(written, names, plain=True)
     kind = SGDState if isinstance(torch_optimizer, torch.optim.SGD) else AdamState
     parameters = [parameter for group in torch_optimizer.param_groups for parameter in group["params"]]
     by_name = dict(zip(theirs.states, parameters, strict=True))
@@ -122,43 +129,6 @@ def opt_state_to_torch(
         states.update(_states_of(node, by_name))
     numbered = zip(theirs.indices, theirs.states, strict=True)
     return {**written, "state": {index: states[name] for index, name in numbered if name in states}}
-
-
-class _Theirs(NamedTuple):
-    """A dict of torch.optim by the names of the parameters: their states, their groups, their numbers."""
-
-    states: dict[str, Mapping[str, Any]]
-    groups: dict[str, Mapping[str, Any]]
-    indices: list[int]
-
-    @classmethod
-    def of(cls, torch_state: Mapping[str, Any], names: Iterable[str] | None) -> _Theirs:
-        if not isinstance(torch_state, Mapping) or not {"state", "param_groups"} <= set(torch_state):
-            raise TypeError(
-                f"torch_state: found {type(torch_state).__name__}, expected the dict of a torch.optim optimizer. "
-                "Remedy: pass torch_optimizer.state_dict()."
-            )
-        groups = torch_state["param_groups"]
-        indices = [index for group in groups for index in group["params"]]
-        names = [name for group in groups for name in group.get("param_names", ())] if names is None else list(names)
-        if len(names) != len(indices) or len(set(names)) != len(names) or not all(isinstance(n, str) for n in names):
-            raise ValueError(
-                f"names: found {len(names)} ({names[:3]} ...), expected {len(indices)} different names, one for each "
-                "parameter in the order of the groups. Remedy: [name for name, _ in model.named_parameters()]."
-            )
-        for group in groups:
-            for flag in ("amsgrad", "maximize"):
-                if group.get(flag):
-                    raise ValueError(
-                        f"{flag}: found True, expected False, as sgd, adam and adamw have no {flag}. "
-                        f"Remedy: carry the parameters alone, and let the optimizer start without {flag}."
-                    )
-        at = dict(zip(indices, names, strict=True))
-        return cls(
-            {name: torch_state["state"].get(index, {}) for index, name in at.items()},
-            {at[index]: group for group in groups for index in group["params"]},
-            indices,
-        )
 
 
 def _nodes(opt_state: PyTree) -> tuple[list[_Node], Any]:
@@ -189,7 +159,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if value is not None}
 
 
-def _node_from(node: _Node, theirs: _Theirs, applied: int | None) -> _Node:
+def _node_from(node: _Node, theirs: TorchDict, applied: int | None) -> _Node:
     slots, names = _slots(node), _slot_names(node)
     states = {name: _tensors(theirs.states[name]) for name in names}
     for name, state in states.items():
@@ -224,7 +194,7 @@ def _adam_count(node: _Node, states: Mapping[str, Mapping[str, Any]], applied: i
     return count
 
 
-def _sgd_count(states: Mapping[str, Mapping[str, Any]], theirs: _Theirs, applied: int | None) -> int:
+def _sgd_count(states: Mapping[str, Mapping[str, Any]], theirs: TorchDict, applied: int | None) -> int:
     """The count that the caller gives: torch's SGD does not keep one."""
     begun = [name for name, state in states.items() if state]
     waiting = [name for name, state in states.items() if not state]

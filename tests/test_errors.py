@@ -1433,61 +1433,62 @@ for _name, _call, _error, _message in (
 
 # Optimizers of others, chains and their schedules
 
+ANY: Any = fa  # without types: what is given is wrong
 PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 for _name, _call, _error, _message in (
     (
         "from_torch: an instance",
-        lambda i: fa.from_torch(torch.optim.SGD([GRID])),
+        lambda i: ANY.from_torch(torch.optim.SGD([GRID])),
         TypeError,
         "cls: found SGD … Pass the class",
     ),
-    ("from_torch: a closure", lambda i: fa.from_torch(torch.optim.LBFGS), TypeError, "cls: found LBFGS … closure"),
+    ("from_torch: a closure", lambda i: ANY.from_torch(torch.optim.LBFGS), TypeError, "cls: found LBFGS … closure"),
     (
         "from_torch: groups",
-        lambda i: fa.from_torch(torch.optim.SGD, groups={}),
+        lambda i: ANY.from_torch(torch.optim.SGD, groups={}),
         TypeError,
         "groups: found dict … a function",
     ),
     (
         "from_torch: sparse gradients alone",
-        lambda i: fa.from_torch(torch.optim.SparseAdam).init(i.params),
+        lambda i: ANY.from_torch(torch.optim.SparseAdam).init(i.params),
         TypeError,
         "from_torch: SparseAdam raised RuntimeError … dense gradients",
     ),
     (
         "from_torch: another state",
-        lambda i: fa.from_torch(torch.optim.Adam).update(i.grads, i.opt_state, i.params),
+        lambda i: ANY.from_torch(torch.optim.Adam).update(i.grads, i.opt_state, i.params),
         TypeError,
         "opt_state: found AdamState, expected TorchState … init of this optimizer",
     ),
     (
         "from_torch_schedule: no class",
-        lambda i: fa.from_torch_schedule(3, lr=0.1, steps=2),
+        lambda i: ANY.from_torch_schedule(3, lr=0.1, steps=2),
         TypeError,
         "scheduler: found int",
     ),
     (
         "from_torch_schedule: of a loss",
-        lambda i: fa.from_torch_schedule(PLATEAU, lr=0.1, steps=2),
+        lambda i: ANY.from_torch_schedule(PLATEAU, lr=0.1, steps=2),
         TypeError,
         "scheduler: found ReduceLROnPlateau … examples/recipes/reduce_on_plateau.py",
     ),
-    ("chain: nothing", lambda i: fa.chain(), TypeError, "chain: found no optimizer … sgd(0.1)"),
+    ("chain: nothing", lambda i: ANY.chain(), TypeError, "chain: found no optimizer … sgd(0.1)"),
     (
         "chain: no optimizer last",
-        lambda i: fa.chain(fa.ema(0.5)),
+        lambda i: ANY.chain(fa.ema(0.5)),
         TypeError,
         "chain: found a Transform as the last … Put one",
     ),
     (
         "chain: no member",
-        lambda i: fa.chain(1.0, fa.sgd(0.1)),
+        lambda i: ANY.chain(1.0, fa.sgd(0.1)),
         TypeError,
         "chain: found float at place 0 … clip_by_value",
     ),
     (
         "chain: another state",
-        lambda i: fa.chain(fa.ema(0.5), i.optimizer).update(i.grads, (), i.params),
+        lambda i: ANY.chain(fa.ema(0.5), i.optimizer).update(i.grads, (), i.params),
         TypeError,
         "opt_state: found tuple, expected the tuple of 2 states … init",
     ),
@@ -1519,7 +1520,7 @@ for _name, _call, _error, _message in (
     ),
     (
         "warmup: a number",
-        lambda i: fa.warmup(3, 0.1),
+        lambda i: ANY.warmup(3, 0.1),
         TypeError,
         "schedule: found 0.1, expected a function of the count",
     ),

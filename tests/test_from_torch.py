@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_amp as fa
-from functional_amp.testing import assert_same_bits, leaves_of, mapped
+from functional_amp.testing import assert_same_bits, check_optimizer, leaves_of, mapped
 from functional_amp.testing.conformance.laws import vmapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -231,6 +231,36 @@ def test_half_precision_parameters_are_updated_as_torch_does_it():
 
 
 # In a step
+
+
+LAWS_OF = ("SGD", "NAdam", "Rprop", "ASGD")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "SGD")) for n in LAWS_OF])
+def test_the_laws_of_an_optimizer_hold(name: str):
+    hyper = {"lr": fa.cosine(0.1, 9), "momentum": 0.9} if name == "SGD" else {}
+    check_optimizer(from_torch(getattr(OPTIM, name), **hyper), compiled=False, halves=False)
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adagrad", "Rprop", "Adadelta"])
+def test_the_step_has_the_bits_of_a_loop_with_grad_scaler(name: str):
+    overflows = (False, True, False, False, True, True, False, False, False)
+    cls, params = getattr(OPTIM, name), params_of(OPTIM.Adam)
+    leaves = {key: nn.Parameter(leaf.clone()) for key, leaf in params.items()}
+    optimizer, scaler = cls(leaves.values()), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    step = fa.make_step(loss_fn, from_torch(cls))
+    state = fa.init_state(params, step.optimizer, fa.DynamicScale(2.0**10, growth_interval=2))
+    for number, overflow in enumerate(overflows):
+        batch = torch.full((2, 4), math.inf if overflow else 0.1 * number)
+        optimizer.zero_grad()
+        scaler.scale(loss_fn(leaves, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state, metrics = step(state, [batch])
+        assert metrics.applied.item() is not overflow
+        assert state.scaler.scale.item() == scaler.get_scale()
+        assert_same_bits(state.params, mapped(Tensor.detach, leaves))
 
 
 def loss_fn(params: Any, batch: Tensor) -> Tensor:
