@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import counts, growth, history, memory, options, peers, picture, report, steps, tail
+from benchmarks import counts, explain, growth, history, memory, options, peers, picture, report, steps, tail
 from benchmarks.setup import Row, Setup
 
 
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "memory": lambda: memory.measure(setup),
         "growth": lambda: growth.measure(setup),
         "history": lambda: history.measure(setup),
+        "explain": lambda: explain.measure(setup),
     }
     for name in given.sections:
         print(f"measuring: {name}", file=sys.stderr, flush=True)

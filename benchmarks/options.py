@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.setup import EAGER, VARIANTS
 
-SECTIONS = ("tail", "limit", "step", "peers", "counts", "memory", "growth", "history")
+SECTIONS = ("tail", "limit", "step", "peers", "counts", "memory", "growth", "history", "explain")
 SMOKE_SECTIONS = ("tail", "step", "counts")
 
 

@@ -50,6 +50,7 @@ class Options:
     parallel: str | None
     save: Path | None
     resume: bool
+    explain: bool
     out: Path
 
 
@@ -69,6 +70,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun: whole parameters on each process, or a part")
     add("--save", type=Path, metavar="FILE", help="write the state there: at the end, on SIGTERM, at each validation")
     add("--resume", action="store_true", help="go on from the file of --save, where there is one")
+    add("--explain", action="store_true", help="at the first overflow, print all that is known of it, not one line")
     add("--out", type=_png, default="train_gpt.png", metavar="PNG", help="the picture, by default train_gpt.png")
     given = vars(parser.parse_args(arguments))
     if given["resume"] and not given["save"]:

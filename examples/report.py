@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from functional_amp.debug import History
+from functional_amp import Step, TrainState
+from functional_amp.debug import Explanation, History, explain
+
+Explain = Callable[[int, float], Explanation]
+
+
+class Recent:
+    """The updates since the history was last read, and the state before them: any of them can be run again, exactly.
+
+    Args:
+        step, state: what the next update is made with.
+        first: its number.
+    """
+
+    def __init__(self, step: Step, state: TrainState, first: int):
+        self._step, self._state, self._first = step, state, first
+        self._updates: list[tuple[Any, int]] = []
+
+    def add(self, window: Any, seed: int) -> None:
+        """Keeps the micro-batches and the seed of the next update."""
+        self._updates.append((window, seed))
+
+    def explain(self, update: int, scale: float) -> Explanation:
+        """Says why an update was skipped at a scale: repeats those before it, then runs it with instruments."""
+        *before, (window, seed) = self._updates[: update - self._first + 1]
+        state = self._state
+        for earlier, earlier_seed in before:
+            state, _ = self._step(state, earlier, seed=earlier_seed)
+        return explain(self._step, state, window, scale=scale, seed=seed)
 
 
 class Report:
@@ -18,13 +47,15 @@ class Report:
     Attributes:
         columns: what `History.to_dict` gave when it was last read: a list for each metric, an item for each update.
         validation: updates and the validation losses after them.
+        long: whether the first overflow is explained in full, not in one line.
     """
 
-    def __init__(self, title: str, dtype: str, steps: int, entropy: float):
+    def __init__(self, title: str, dtype: str, steps: int, entropy: float, long: bool = False):
         self.title = title
         self.dtype = dtype
         self.steps = steps
         self.entropy = entropy
+        self.long = long
         self.columns: dict[str, list[Any]] = {}
         self.validation: list[tuple[int, float]] = []
         self._console = Console(highlight=False)
@@ -56,12 +87,22 @@ class Report:
         """Whether the run came to its end."""
         return self.updates == self.steps
 
-    def read(self, history: History) -> None:
-        """Reads the history of all updates so far, and moves the bar."""
+    def read(self, history: History, explain: Explain | None) -> None:
+        """Reads the history of all updates so far, and moves the bar. The first skipped update is explained.
+
+        Args:
+            explain: None on several processes: one of them alone can't run the update again.
+        """
         explained = bool(self.skipped)
         self.columns = history.to_dict()
         if self.skipped and not explained:
-            self._explain(self.skipped[0])
+            update = self.skipped[0]
+            scale = self.columns["scale"][update - 1]
+            reason = f" inf or NaN at scale {_power(scale)}"
+            if explain is not None:
+                why = explain(update, scale)
+                reason = f"\n{why}" if self.long else f" {why.summary}"
+            self._say(f"update {update:4}  skipped:{reason}", "cyan")
         self.bar.update(self._task, completed=self.updates, description=self._figures())
 
     def validated(self, loss: float) -> None:
@@ -75,14 +116,6 @@ class Report:
         loss, norm, scale = (self.columns[name][-1] for name in ("loss", "grad_norm", "scale"))
         validation = f"{self.validation[-1][1]:.3f}" if self.validation else "..."
         return f"loss {loss:.2f} val {validation} norm {norm:.2f} scale {_power(scale)} skipped {len(self.skipped)}"
-
-    def _explain(self, update: int) -> None:
-        if self.dtype == "float16":
-            scale = self.columns["scale"][update - 1]
-            reason = f"scale {_power(scale)} is too high for float16: update skipped, scale halved, as intended"
-        else:
-            reason = f"gradients are inf or NaN: skipped; {self.dtype} should not come to that"
-        self._say(f"update {update:4}  {reason}", "cyan")
 
     def _say(self, line: str, style: str = "") -> None:
         self._console.print(line, style=style, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 The loss scale climbs until the float16 gradients overflow. That update is skipped, the scale is
 halved, and training goes on: watch it in the bar, and in the picture that is drawn at the end.
+The first update that is skipped is run again, to say which operator overflowed.
 Ctrl-C ends the run after the update at hand, with its figures and its picture (exit code 130). So does SIGTERM,
 on any of the processes of torchrun --nproc-per-node=2 train_gpt.py --parallel ddp; --save and --resume go on there.
 """
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from gpt import GPT
 from options import SIZES, Options, parse
 from parallel import Parallel, processes
-from report import Report, draw
+from report import Recent, Report, draw
 from text import byte_entropy, even_batches, random_batches, standard_library
 from torch import Tensor
 
@@ -101,15 +102,20 @@ def train(options: Options, stop: Tensor, parallel: Parallel = ALONE) -> Report:
     def validation_loss() -> float:
         return torch.stack([evaluate(state.params, batch) for batch in held_out]).mean().item()
 
-    report = Report(name, options.dtype, options.steps - done, byte_entropy(validation))
+    report = Report(name, options.dtype, options.steps - done, byte_entropy(validation), options.explain)
+    recent = Recent(step, state, 1)
     with report.bar:
-        for update, window in enumerate(windows, done + 1):
-            state, metrics = step(state, window, seed=options.seed + update + 2**20 * parallel.rank)
+        for count, window in enumerate(windows, 1):
+            update = done + count
+            seed = options.seed + update + 2**20 * parallel.rank
+            recent.add(window, seed)
+            state, metrics = step(state, window, seed=seed)
             history = record(history, metrics)
             stopping = bool(stop if mesh is None else metrics.stop) or update == options.steps
             validating = stopping or update % max(1, options.steps // VALIDATIONS) == 0
             if validating or update % READ_EVERY == 0:
-                report.read(history)
+                report.read(history, recent.explain if mesh is None else None)
+                recent = Recent(step, state, count + 1)
                 fa.check_progress(state)
             if validating:
                 report.validated(validation_loss())

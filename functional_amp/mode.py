@@ -244,6 +244,11 @@ def sqrt(value: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, value, 1).sqrt(), value)
 
 
+def one_of_many() -> bool:
+    """Whether a value may be one of a batch under vmap, where what it carries beside its tensors is easily lost."""
+    return transformed()
+
+
 def host_readable(value: Tensor) -> bool:
     """Whether looking at a tensor's number is free: a plain one on a CPU, outside any graph or transform."""
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"

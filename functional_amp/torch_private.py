@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL
 from torch import Tensor
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 
 GLOBAL_NAMESPACE = _GLOBAL
 """optree's namespace of nodes that every caller sees."""
@@ -31,6 +31,11 @@ def storage_use_count(tensor: Tensor) -> int:
 def storage_key(tensor: Tensor) -> int:
     """Equal for two tensors on one storage, also where there is no address (meta, fake)."""
     return tensor.untyped_storage()._cdata
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class that holds other tensors, which `__tensor_flatten__` names."""
+    return _python_dispatch.is_traceable_wrapper_subclass(tensor)
 
 
 def below_modes() -> Any:

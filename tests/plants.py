@@ -228,6 +228,19 @@ def row_of_the_mask_without_an_open_position() -> Case:
     return classified(Encoder(), [((tokens(), mask), labels())], 2.0**4)
 
 
+@plant("forward", operator=("_softmax",), line="body(params, x, x, x")
+def padding_that_closes_every_key_of_a_sample() -> Case:
+    """The mask reaches the scores through a fused product and sum."""
+    body, params, _ = fa.from_module(nn.MultiheadAttention(8, 2, batch_first=True))
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x, padding = batch
+        return body(params, x, x, x, key_padding_mask=padding)[0].square().mean()
+
+    padding = torch.tensor([[False, False, True], [True, True, True]])
+    return Case(loss_fn, params, [(torch.randn(2, 3, 8), padding)], 2.0**4)
+
+
 @plant("forward", module="wide", operator=("_to_copy",))
 def weight_that_does_not_fit_float16() -> Case:
     module: Any = Encoder()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import counts, history, picture, report, tail
+from benchmarks import counts, explain, history, picture, report, tail
 from benchmarks.__main__ import main
 from benchmarks.loops import make_loop
 from benchmarks.measure import PeakMemory, interleaved
@@ -118,6 +118,12 @@ def test_the_cost_of_a_history_is_measured_for_each_eager_variant_of_the_step():
         assert set(row.values) == {"pure", "donated"} and all(
             math.isfinite(float(value)) for value in row.values.values()
         )
+
+
+def test_the_cost_of_an_explanation_is_measured_for_each_model():
+    rows = explain.measure(CPU)
+    assert len(rows) == 2 * len(TASKS)
+    assert all(math.isfinite(float(row.values["pure"])) and float(row.values["pure"]) > 0 for row in rows)
 
 
 def test_peak_memory_sees_what_is_gone_again():

@@ -21,7 +21,7 @@ NAN = math.nan
 # The compiler itself makes an instance of the class, to look at it.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),  # forward-mode AD
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # forward-mode AD
 ]
 
 

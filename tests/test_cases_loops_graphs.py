@@ -474,7 +474,7 @@ BEYOND_FUNC: dict[str, tuple[Callable[..., Any], str]] = {
     "checkpoint": (checkpointed, "activation checkpointing"),
     "saved-tensor hooks": (saved_on_cpu, "saved-tensor hooks"),
     "Function without setup_context": (lambda p, x: Old.apply(F.dropout(p["w"] * x)).sum(), "setup_context"),
-    "attention": (attention_under_autocast, "attention with dropout under autocast on a CPU"),
+    "attention": (attention_under_autocast, "attention with dropout or a mask under autocast on a CPU"),
     "packed sequences": (packed, "packed sequences"),
     "module hook": (module_hook, "setup_context"),
     "inner gradient": (inner_gradient, "requires_grad_"),

@@ -135,7 +135,7 @@ class Locked(Net):
 
 def scripted(function: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         return torch.jit.script(function)
 
 

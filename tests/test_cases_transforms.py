@@ -63,7 +63,7 @@ def norm_and_linear() -> tuple[Callable[..., Any], Any]:
     return apply, params
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, of jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of jvp
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
 def test_F02_linearize_and_jvp_with_autocast(dtype, tolerance):
     """pytorch/pytorch#172383: jvp through an autocast loss is finite, and agrees with the gradient."""

@@ -833,7 +833,7 @@ for _function in ("sgd", "adam", "adamw"):
         (10**400, ValueError, "found 1000 … finite"),
         (True, TypeError, "found bool … a number, a 0-dim tensor or a function"),
         ("0.1", TypeError, "found str … a number, a 0-dim tensor or a function"),
-        (None, TypeError, "found NoneType … use linear, cosine or warmup_cosine"),
+        (None, TypeError, "found NoneType … from_torch_schedule"),
         ({"lr": 0.1}, TypeError, "found dict … a number, a 0-dim tensor or a function"),
         (torch.ones(1), ValueError, "shape (1,) … 0-dim"),
         (torch.tensor(1), TypeError, "torch.int64 … floating-point … .float()"),
@@ -866,7 +866,7 @@ row(
         cast(Any, torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), 1))
     ),
     TypeError,
-    "lr: found StepLR … A scheduler of torch.optim is none … use linear, cosine or warmup_cosine",
+    "lr: found StepLR … A scheduler of torch.optim is none … from_torch_schedule",
 )
 
 # Schedules
@@ -1424,6 +1424,102 @@ for _name, _call, _error, _message in (
     row(_name, _call, _error, _message)
 
 
+# Optimizers of others, chains and their schedules
+
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
+for _name, _call, _error, _message in (
+    (
+        "from_torch: an instance",
+        lambda i: fa.from_torch(torch.optim.SGD([GRID])),
+        TypeError,
+        "cls: found SGD … Pass the class",
+    ),
+    ("from_torch: a closure", lambda i: fa.from_torch(torch.optim.LBFGS), TypeError, "cls: found LBFGS … closure"),
+    (
+        "from_torch: groups",
+        lambda i: fa.from_torch(torch.optim.SGD, groups={}),
+        TypeError,
+        "groups: found dict … a function",
+    ),
+    (
+        "from_torch: sparse gradients alone",
+        lambda i: fa.from_torch(torch.optim.SparseAdam).init(i.params),
+        TypeError,
+        "from_torch: SparseAdam raised RuntimeError … dense gradients",
+    ),
+    (
+        "from_torch: another state",
+        lambda i: fa.from_torch(torch.optim.Adam).update(i.grads, i.opt_state, i.params),
+        TypeError,
+        "opt_state: found AdamState, expected TorchState … init of this optimizer",
+    ),
+    (
+        "from_torch_schedule: no class",
+        lambda i: fa.from_torch_schedule(3, lr=0.1, steps=2),
+        TypeError,
+        "scheduler: found int",
+    ),
+    (
+        "from_torch_schedule: of a loss",
+        lambda i: fa.from_torch_schedule(PLATEAU, lr=0.1, steps=2),
+        TypeError,
+        "scheduler: found ReduceLROnPlateau … examples/recipes/reduce_on_plateau.py",
+    ),
+    ("chain: nothing", lambda i: fa.chain(), TypeError, "chain: found no optimizer … sgd(0.1)"),
+    (
+        "chain: no optimizer last",
+        lambda i: fa.chain(fa.ema(0.5)),
+        TypeError,
+        "chain: found a Transform as the last … Put one",
+    ),
+    (
+        "chain: no member",
+        lambda i: fa.chain(1.0, fa.sgd(0.1)),
+        TypeError,
+        "chain: found float at place 0 … clip_by_value",
+    ),
+    (
+        "chain: another state",
+        lambda i: fa.chain(fa.ema(0.5), i.optimizer).update(i.grads, (), i.params),
+        TypeError,
+        "opt_state: found tuple, expected the tuple of 2 states … init",
+    ),
+    ("clip_by_value: zero", lambda i: fa.clip_by_value(0.0), ValueError, "limit: found 0.0, expected a number > 0"),
+    (
+        "adaptive_clip: negative",
+        lambda i: fa.adaptive_clip(-1.0),
+        ValueError,
+        "clipping: found -1.0, expected a number > 0",
+    ),
+    ("adaptive_clip: eps", lambda i: fa.adaptive_clip(0.1, 0.0), ValueError, "eps: found 0.0, expected a number > 0"),
+    ("add_noise: negative", lambda i: fa.add_noise(-1.0), ValueError, "std: found -1.0, expected a finite number >= 0"),
+    ("ema: above 1", lambda i: fa.ema(1.5), ValueError, "decay: found 1.5, expected a number in [0, 1]"),
+    ("exponential: decay", lambda i: fa.exponential(1.0, 0.0), ValueError, "decay: found 0.0, expected a number > 0"),
+    ("exponential: steps", lambda i: fa.exponential(1.0, 0.5, 0), ValueError, "steps: found 0"),
+    ("polynomial: power", lambda i: fa.polynomial(1.0, 0.0, 5, -1.0), ValueError, "power: found -1.0"),
+    (
+        "one_cycle: pct_start",
+        lambda i: fa.one_cycle(1.0, 10, 1.5),
+        ValueError,
+        "pct_start: found 1.5, expected a number in [0, 1]",
+    ),
+    ("one_cycle: div_factor", lambda i: fa.one_cycle(1.0, 10, div_factor=0.0), ValueError, "div_factor: found 0.0"),
+    (
+        "cosine_restarts: factor",
+        lambda i: fa.cosine_restarts(1.0, 5, 0),
+        ValueError,
+        "factor: found 0, expected an int >= 1",
+    ),
+    (
+        "warmup: a number",
+        lambda i: fa.warmup(3, 0.1),
+        TypeError,
+        "schedule: found 0.1, expected a function of the count",
+    ),
+):
+    row(_name, cast(Any, _call), _error, _message)
+
+
 @pytest.mark.parametrize(("call", "error", "message"), ROWS.values(), ids=ROWS.keys())
 def test_a_bad_input_raises_naming_path_finding_and_remedy_and_writes_nothing(call, error, message):
     inputs = Inputs()
@@ -1437,7 +1533,7 @@ def test_a_bad_input_raises_naming_path_finding_and_remedy_and_writes_nothing(ca
 
 DATA = {  # nothing to check: records, and types that name something
     *("AdamState", "Clipped", "FromModule", "Loss", "Metrics", "Optimizer", "PyTree", "SGDState", "ScaledBackward"),
-    *("Scaler", "Stepped", "TrainState", "Unscaled", "Window"),
+    *("EmaState", "Scaler", "Stepped", "TorchState", "TrainState", "Transform", "Unscaled", "Window"),
 }
 
 
@@ -1551,6 +1647,17 @@ CALLS: dict[str, Callable[[Inputs], tuple[Callable[..., Any], list[Any], dict[st
         | {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "min_scale": 1.0}
         | {"max_scale": 2.0**24, "hysteresis": 2, "refill": "good", "growth_delay": 1},
     ),
+    "chain": lambda i: (used(fa.chain), [fa.clip_by_value(1.0), fa.sgd(0.1)], {}),
+    "clip_by_value": lambda i: (used(lambda *v: fa.chain(fa.clip_by_value(*v), i.optimizer)), [1.0], {}),
+    "adaptive_clip": lambda i: (used(lambda *v: fa.chain(fa.adaptive_clip(*v), i.optimizer)), [0.1, 1e-3], {}),
+    "ema": lambda i: (used(lambda *v: fa.chain(fa.ema(*v), i.optimizer)), [0.9], {}),
+    "exponential": lambda i: (at_two(fa.exponential), [1.0, 0.5, 3], {}),
+    "polynomial": lambda i: (at_two(fa.polynomial), [1.0, 0.1, 3, 2.0], {}),
+    "one_cycle": lambda i: (at_two(fa.one_cycle), [1.0, 10, 0.3, 25.0, 1e4], {}),
+    "cosine_restarts": lambda i: (at_two(fa.cosine_restarts), [1.0, 3, 2, 0.1], {}),
+    "warmup": lambda i: (at_two(fa.warmup), [3, fa.constant(0.1), 0.0], {}),
+    "adam in fewer bits": lambda i: (used(fa.adam), [0.1], {"state_dtype": torch.bfloat16}),
+    "from_torch": lambda i: (used(fa.from_torch), [torch.optim.SGD], {"groups": None, "lr": 0.1}),
     "from_module": lambda i: (fa.from_module, [i.module], {}),
     "global_norm": lambda i: (fa.global_norm, [i.grads, 2.0], {}),
     "init_state": lambda i: (fa.init_state, [i.params, i.optimizer, i.dynamic, {"mean": GRID}], {}),

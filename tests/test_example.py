@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_amp as fa
-from functional_amp.debug import History, init_history, record
+from functional_amp.debug import Explanation, History, explain, init_history, record
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -219,31 +219,51 @@ def history_of(flags: list[bool], scale: float) -> History:
     return history
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scale", "words"),
-    [
-        ("float16", 2.0**19, r"update +2  scale 2\^19 is too high for float16: update skipped, scale halved"),
-        ("bfloat16", 1.0, r"update +2  gradients are inf or NaN: skipped; bfloat16 should not come to that"),
-    ],
-)
-def test_the_first_overflow_is_explained_once_in_one_line(example, capsys, dtype, scale, words):
-    report = example["report"].Report("a run", dtype, 5, 3.0)
+def explain_nothing(update: int, scale: float) -> Explanation:
+    raise AssertionError("no update was skipped")
+
+
+def test_the_first_overflow_is_explained_once_in_one_line(example, capsys):
+    report, asked = example["report"].Report("a run", "float16", 5, 3.0), []
+
+    def why(update: int, scale: float) -> Explanation:
+        asked.append((update, scale))
+        return Explanation(True, "backward", scale, 2.5, "", 0, operator="mm", largest_good_scale=2.0**18)
+
     flags = [True, False, True, False, True]
     for count in range(1, 6):
-        report.read(history_of(flags[:count], scale))
+        report.read(history_of(flags[:count], 2.0**19), why)
     report.validated(2.25)
     lines = capsys.readouterr().out.splitlines()
-    assert [bool(re.match(words, line)) for line in lines] == [False, True, False]
-    assert report.skipped == [2, 4]
+    assert asked == [(2, 2.0**19)]
+    assert lines[1] == "update    2  skipped: backward, micro-batch 0: mm; a scale of 2**18 works"
+    assert report.skipped == [2, 4] and len(lines) == 3
     assert "loss 2.50 val 2.250 norm 0.75" in lines[-1]
     assert lines[-1].endswith("skipped 2")
+
+
+def test_a_skipped_update_is_repeated_from_the_state_before_the_last_look(example):
+    def loss_fn(params, x):
+        return (torch.dropout(params, 0.5, True).half() * x.half()).float().sum()
+
+    optimizer = fa.adamw(0.1)
+    step, state = fa.make_step(loss_fn, optimizer), fa.init_state(torch.ones(8), optimizer, fa.DynamicScale(8.0))
+    recent = example["report"].Recent(step, state, first=4)
+    windows = [[torch.full((8,), 2.0 * number)] for number in (1, 2, 1e4)]
+    states = [state]
+    for seed, window in enumerate(windows):
+        recent.add(window, seed)
+        states.append(step(states[-1], window, seed=seed)[0])
+    assert states[-1].applied == 2 and states[-1].skipped == 1
+    assert recent.explain(6, 8.0) == explain(step, states[2], windows[2], seed=2)
+    assert not recent.explain(5, 8.0).found
 
 
 def test_what_has_been_read_is_the_history(example):
     report = example["report"].Report("a run", "float16", 5, 3.0)
     for count in (2, 5):
         history = history_of([True] * count, 8.0)
-        report.read(history)
+        report.read(history, explain_nothing)
         assert report.columns == history.to_dict() and report.updates == count
     assert report.complete
 
@@ -251,7 +271,7 @@ def test_what_has_been_read_is_the_history(example):
 @pytest.mark.parametrize("updates", [[True], [False], [True, False] * 20])
 def test_a_picture_is_drawn_of_any_number_of_updates(example, tmp_path, updates):
     report = example["report"].Report("a run", "float16", 100, 3.0)
-    report.read(history_of(updates, 2.0**16))
+    report.read(history_of(updates, 2.0**16), lambda update, scale: Explanation(False, "", scale, 2.5, ""))
     report.validated(2.25)
     example["report"].draw(report, tmp_path / "run.png", 1.0)
     assert (tmp_path / "run.png").read_bytes().startswith(PNG)
@@ -265,8 +285,9 @@ def test_help_names_every_option(main, capsys):
         main(["--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
-    for option in ("--dtype", "--size", "--steps", "--accumulate", "--device", "--seed", "--compile", "--out"):
-        assert re.search(rf"^  {option} .*", out, re.MULTILINE), option
+    names = "dtype", "size", "steps", "accumulate", "device", "seed", "compile", "explain", "out"
+    for name in names:
+        assert re.search(rf"^  --{name} .*", out, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(
@@ -352,6 +373,28 @@ def test_the_bar_of_a_terminal_shows_the_figures(main, capsys, tmp_path, monkeyp
     assert main(["--device=cpu", "--dtype=bfloat16", "--steps=2", f"--out={tmp_path / 'run.png'}"]) == 0
     out = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", capsys.readouterr().out)
     assert re.search(r"2/2 ━+ loss [\d.]+ val [\d.]+ norm [\d.]+ scale 2\^0 skipped 0 [\d:-]+", out)
+
+
+def test_the_first_overflow_is_explained_in_full_where_asked(example, main, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(example["train_gpt"], "make_scaler", lambda dtype, steps: fa.DynamicScale(2.0**24))
+    assert main(["--device=cpu", "--steps=1", "--explain", f"--out={tmp_path / 'run.png'}"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^update +1  skipped:$", out, re.MULTILINE)
+    assert re.search(r"^window +backward, micro-batch 0: .+; a scale of 2\*\*\d+ works$", out, re.MULTILINE)
+    assert re.search(r"^line +.*gpt.py:\d+$", out, re.MULTILINE)
+    assert re.search(r"^output +float16\[.*[1-9]\d* inf$", out, re.MULTILINE)
+    assert "0 applied, 1 skipped" in out
+
+
+@pytest.mark.slow
+def test_the_scale_that_the_short_form_names_works_and_twice_it_does_not(example, main, capsys, tmp_path, monkeypatch):
+    def output(scale: float) -> str:
+        monkeypatch.setattr(example["train_gpt"], "make_scaler", lambda dtype, steps: fa.DynamicScale(scale))
+        assert main(["--device=cpu", "--steps=1", f"--out={tmp_path / 'run.png'}"]) == 0
+        return capsys.readouterr().out
+
+    good = 2.0 ** _figure(r"^update +1  skipped: .+; a scale of 2\*\*(\d+) works$", output(2.0**24))
+    assert "1 applied, 0 skipped" in output(good) and "0 applied, 1 skipped" in output(2 * good)
 
 
 def test_a_single_update_of_a_single_micro_batch_is_a_run(main, capsys, tmp_path):

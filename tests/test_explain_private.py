@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
+from torch._subclasses import FakeTensorMode
 from torch.nn.modules import module as torch_module
 from torch.testing._internal.two_tensor import TwoTensor
 
 from functional_amp.debug import torch_private
+from tests.test_torch_private import public_names
 
 
 def test_the_running_node_is_known_in_the_backward_alone() -> None:
@@ -105,7 +111,62 @@ def test_a_subclass_with_operators_of_its_own_is_told_from_a_plain_tensor() -> N
 def test_schemas_say_what_is_a_view_and_what_is_written() -> None:
     """Without it views would be taken for new values, and in-place operators for pure ones."""
     aten: Any = torch.ops.aten
-    assert [r.alias_info.is_write for r in aten.view.default._schema.returns] == [False]
-    assert aten.add_.Tensor._schema.arguments[0].alias_info.is_write
-    assert aten.add.Tensor._schema.returns[0].alias_info is None
+    schema_of = torch_private.schema_of
+    assert [r.alias_info.is_write for r in schema_of(aten.view.default).returns] == [False]
+    assert schema_of(aten.add_.Tensor).arguments[0].alias_info.is_write and schema_of(aten.add_.Tensor).is_mutable
+    assert schema_of(aten.add.Tensor).returns[0].alias_info is None
+    assert schema_of(torch.ops.higher_order.cond) is None
     assert torch.Tag.nondeterministic_seeded in aten.native_dropout.default.tags
+
+
+def test_tensors_without_memory_are_known() -> None:
+    """Without it reading a zero of forward mode crashes the process, and one of a sparse or meta tensor raises."""
+    assert torch_private.has_memory(torch.ones(2))
+    assert not torch_private.has_memory(torch._efficientzerotensor((2,)))
+    assert not torch_private.has_memory(torch.ones(2, device="meta"))
+    assert not torch_private.has_memory(torch.ones(2).to_sparse())
+
+
+def test_traced_tensors_are_told_from_those_with_values() -> None:
+    """Without it explain would read the values of a scan's trace, which has none."""
+    with FakeTensorMode():
+        assert torch_private.is_traced(type(torch.ones(2)))
+    assert not torch_private.is_traced(Tensor) and not torch_private.is_traced(TwoTensor)
+
+
+def test_a_cast_is_one_operator() -> None:
+    """Without it no cast would be counted in the forward table of an underflow report."""
+    seen: list[Any] = []
+
+    class Watch(torch_private.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), torch.autocast("cpu", torch.float16):
+        torch.ones(2).half()
+        torch.ones(2, 2).mm(torch.ones(2, 2))
+    assert seen.count(torch_private.to_copy) == 3
+
+
+def test_arguments_are_flattened_in_their_order_and_back() -> None:
+    """Without it an operator would be run again with other arguments than it had."""
+    arguments = ((1, [2, None]), {"b": 3, "a": 4})
+    leaves, spec = torch_private.flatten(arguments)
+    assert leaves == [1, 2, None, 3, 4] and torch_private.unflatten(leaves, spec) == arguments
+
+
+def test_each_private_name_has_a_test() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in public_names(torch_private) if f"torch_private.{name}" not in source] == []
+
+
+@pytest.mark.slow
+def test_the_compiler_is_loaded_only_once_it_was_imported() -> None:
+    """Without it each explanation would import the compiler, or run a compiled module of the loss compiled."""
+    code = (
+        "from functional_amp.debug import torch_private; print(torch_private.compiler_is_loaded()); "
+        "import torch._dynamo; print(torch_private.compiler_is_loaded())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]

@@ -137,7 +137,7 @@ def outcome(line: Line) -> str:
     return FOLLOWED
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.*script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.torch.jit.script")
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.what)
 def test_each_line_of_the_table_is_what_happens(line: Line):
     assert outcome(line) == line.outcome

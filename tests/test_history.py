@@ -124,6 +124,16 @@ def test_a_history_keeps_no_graph_alive():
     assert not any(leaf.requires_grad for leaf in flatten(after).leaves) and after.to_dict()["loss"] == [2.0]
 
 
+def test_metrics_of_other_dtypes_are_kept_in_float32():
+    _, metrics = STEP(start(), [torch.tensor([1.0, 2.0])])
+    wide = metrics._replace(
+        loss=metrics.loss.double(), grad_norm=metrics.grad_norm.double(), scale=metrics.scale.half()
+    )
+    history = record(init_history(start()), wide)
+    assert history.rows.dtype == torch.float32
+    assert history.to_dict() == record(init_history(start()), metrics).to_dict()
+
+
 @given(st.data())
 def test_flags_are_those_of_isfinite_for_any_gradients(data: st.DataObject):
     grads = data.draw(gradients(nonfinite=True))

@@ -280,7 +280,7 @@ def test_a_state_made_in_inference_mode_trains_outside_of_it(backend, donate):
     assert same_bits(*[run(step, state, windows)[0] for state in states])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, at its first forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # torch's own, at its first forward mode
 @optimizers
 def test_every_way_to_differentiate_through_updates_agrees_with_differences(optimizer):
     xs = torch.tensor([[0.1, 0.2], [math.inf, 0.0], [0.3, -0.1]], dtype=torch.float64)

@@ -41,6 +41,8 @@ class Event:
         phase: forward, backward, accumulate, unscale or norm.
         itself: whether the operator is to blame.
         parents: the origins of the inputs that are to blame.
+        others: the origins of the other inputs that are not finite.
+        number: the inf or NaN that it was given as a number.
         written: whether it wrote an infinity on purpose (a fill, a mask), or only moved one that was.
         inputs, output: their ranges; only where the event may be a root.
     """
@@ -54,6 +56,8 @@ class Event:
     has_nan: bool
     itself: bool
     parents: list[Origin]
+    others: list[Origin]
+    number: float | None
     written: bool
     inputs: tuple[Range, ...] = ()
     output: Range | None = None
@@ -63,10 +67,11 @@ Origin: TypeAlias = Outside | Event
 
 # An infinity that passes through these is still the one that somebody wrote.
 _MOVES = frozenset(
-    "add add_ alias amax amin cat clamp clamp_ clone constant_pad_nd copy copy_ cummax cummin diagonal div div_ "
-    "expand fill fill_ flip gather index index_copy index_fill index_put index_put_ index_select lift_fresh_copy "
-    "masked_fill masked_fill_ masked_scatter max maximum min minimum mul mul_ neg new_full permute repeat roll "
-    "rsub scatter select slice sort stack sub sub_ _to_copy _unsafe_view to topk tril tril_ triu triu_ where".split()
+    "add add_ addmm alias amax amin baddbmm cat clamp clamp_ clone constant_pad_nd copy copy_ cummax cummin "
+    "diagonal div div_ expand fill fill_ flip gather index index_copy index_fill index_put index_put_ "
+    "index_select lift_fresh_copy masked_fill masked_fill_ masked_scatter max maximum min minimum mul mul_ neg "
+    "new_full permute repeat roll rsub scatter select slice sort stack sub sub_ _to_copy _unsafe_view to topk "
+    "tril tril_ triu triu_ where".split()
 )
 # These are what a mask is made for: where one of them gives NaN, the mask is wrong, not the number in it.
 _MASKED = frozenset("_softmax _log_softmax logsumexp logaddexp exp exp_ sub sub_ add add_".split())
@@ -199,12 +204,12 @@ def _sources(origins: Sequence[Origin]) -> list[Origin]:
 
 
 def ancestors(origins: Sequence[Origin]) -> set[int]:
-    """The indices of the events that a value came from, but for infinities written on purpose."""
+    """The indices of the events that a value came from or that spoiled it too, written infinities left out."""
     seen: set[int] = set()
     open_origins = list(origins)
     while open_origins:
         origin = open_origins.pop()
         if isinstance(origin, Event) and origin.index not in seen and not is_written(origin):
             seen.add(origin.index)
-            open_origins += origin.parents
+            open_origins += [*origin.parents, *origin.others]
     return seen

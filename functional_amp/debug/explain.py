@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from functional_amp.debug.blame import Origin, Outside, roots
-from functional_amp.debug.explain_advice import PRECISION, advise
+from functional_amp.debug.draws import Draws
+from functional_amp.debug.explain_advice import APPLIED, PRECISION, advise
 from functional_amp.debug.explain_table import NOT_REPRODUCED, Explanation
-from functional_amp.debug.replay import Options, Replay, instrumented, is_finite_at, largest_good_scale, options_of
+from functional_amp.debug.replay import (
+    Options,
+    Replay,
+    instrumented,
+    is_finite_at,
+    largest_good_scale,
+    options_of,
+    settled,
+)
 from functional_amp.engine.sharded import is_sharded
-from functional_amp.stages.differentiate import Backend
+from functional_amp.stages.differentiate import Backend, check_backend
 from functional_amp.step import Step
 from functional_amp.tree import flatten, paths
 from functional_amp.values.grads import Loss, check_loss_fn
+from functional_amp.values.scale import Scaler
 from functional_amp.values.scaler import StaticScale
 from functional_amp.values.state import TrainState
 
@@ -70,17 +81,22 @@ def explain(
     micro_batches = _checked(state, window)
     options = _options(loss_fn, backend, compute_dtype)
     at = _scale(state.scaler.scale if scale is None else scale)
-    replay = instrumented(options, state, micro_batches, seed, at)
+    draws = Draws(seed)
+    options = settled(options, state, micro_batches, draws)
+    replay = instrumented(options, state, micro_batches, draws, at)
+    finite = not replay.leaves and is_finite_at(options, state, micro_batches, draws, at)
+    if not replay.stage and finite:
+        harmless = replay.provenance.harmless([])
+        return Explanation(False, NOT_REPRODUCED, at, replay.loss, PRECISION, harmless=harmless)
     if not replay.stage:
-        if is_finite_at(options, state, micro_batches, seed, at):
-            harmless = replay.provenance.harmless([])
-            return Explanation(False, NOT_REPRODUCED, at, replay.loss, PRECISION, harmless=harmless)
-        return _explained(replay, "norm", None, at, largest_good_scale(options, state, micro_batches, seed, at))
+        good = largest_good_scale(options, state, micro_batches, draws, at)
+        return _explained(replay, "norm", None, at, good, state.scaler)
     root = _earliest(replay.origins)
     stage = replay.stage if root is None else "input" if isinstance(root, Outside) else root.phase
     hopeless = replay.counts and not math.isfinite(replay.loss)
-    good = None if hopeless else largest_good_scale(options, state, micro_batches, seed, at)
-    return _explained(replay, stage, root, at, good)
+    good = None if hopeless else largest_good_scale(options, state, micro_batches, draws, at)
+    why = _explained(replay, stage, root, at, good, state.scaler)
+    return replace(why, advice=f"{why.advice} {APPLIED}") if finite else why
 
 
 def _earliest(origins: Sequence[Origin]) -> Origin | None:
@@ -88,9 +104,11 @@ def _earliest(origins: Sequence[Origin]) -> Origin | None:
     return min(causes, key=lambda root: root.index, default=None)
 
 
-def _explained(replay: Replay, stage: str, root: Origin | None, scale: float, good: float | None) -> Explanation:
+def _explained(
+    replay: Replay, stage: str, root: Origin | None, scale: float, good: float | None, scaler: Scaler
+) -> Explanation:
     micro_batch, harmless = replay.micro_batch, replay.provenance.harmless(replay.origins)
-    advice = advise(root, stage, scale, good)
+    advice = advise(root, stage, scale, good, scaler)
     found: dict[str, Any] = {"output": root.range, "source": root.name} if isinstance(root, Outside) else {}
     event = replay.provenance.first_use(root) if isinstance(root, Outside) else root
     if event is not None:
@@ -119,12 +137,16 @@ def _options(loss_fn: Any, backend: Any, compute_dtype: Any) -> Options:
         )
     options = options_of(loss_fn, backend, compute_dtype)
     check_loss_fn(options.loss_fn)
+    check_backend(options.backend)
     return options
 
 
 def _scale(scale: Any) -> float:
     if isinstance(scale, Tensor) and scale.dim():
-        raise ValueError(f"scale: found shape {tuple(scale.shape)}, expected a number or a 0-dim tensor.")
+        raise ValueError(
+            f"scale: found shape {tuple(scale.shape)}, expected a number or a 0-dim tensor. "
+            "Explain one member of an ensemble: its state and window, each leaf at the member's index."
+        )
     return StaticScale(scale).scale.item()
 
 
@@ -149,7 +171,8 @@ def _checked(state: Any, window: Any) -> list[Any]:
     if one or not isinstance(window, Iterable):
         raise TypeError(
             f"window: found {type(window).__name__}, expected a list of micro-batches. "
-            "For a window of one write explain(loss_fn, state, [micro_batch])."
+            "For a window of one write explain(loss_fn, state, [micro_batch]). For the stacked window of step.scan: "
+            "[optree.tree_map(lambda leaf: leaf[i], stacked) for i in range(n)]."
         )
     micro_batches = list(window)
     if not micro_batches:

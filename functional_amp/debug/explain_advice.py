@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from functional_amp.debug.blame import Origin, Outside
 from functional_amp.debug.explain_range import Range
 from functional_amp.debug.explain_table import scale_text
+from functional_amp.registry import with_fields
+from functional_amp.values.scale import Scaler
+from functional_amp.values.scaler import update_scale
+
+MOST_SKIPS = 1000
+"""By then a scaler that moves at all is at its floor."""
 
 PRECISION = (
     "The eager replay is finite. Check that scale= is the skipped window's (metrics.scale: the state returned has "
-    "backed off already), and pass the seed that its dropout was drawn from. If the step is compiled: compilers keep "
-    "float16 intermediates in float32 or fuse them; torch._inductor.config.emulate_precision_casts = True makes both "
-    "agree."
+    "backed off already), and pass the seed that its dropout was drawn from. If the step ran inside torch.autocast, "
+    "call explain inside it too. If the step is compiled: compilers keep float16 intermediates in float32. "
+    "make_step(..., compile={'options': {'emulate_precision_casts': True}}) makes both agree; "
+    "torch._inductor.config has the same option."
 )
+
+APPLIED = "The gradients of the window are finite all the same, and the step applies it."
 
 _SINGULAR = {
     "log": "log of 0 is -inf and of a negative number NaN: add an eps, or clamp the input from below.",
@@ -34,12 +41,14 @@ _SINGULAR = {
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mul", "dot", "mv", "addmv", "_scaled_dot_product")
 
 
-def advise(root: Origin | None, stage: str, scale: float, good: float | None) -> str:
-    """The advice for the root of a fault."""
+def advise(root: Origin | None, stage: str, scale: float, good: float | None, scaler: Scaler) -> str:
+    """The advice for the root of a fault; the scaler is that of the state that was given."""
     if good is not None:
-        return _about_scale(stage, scale, good)
+        return _about_scale(stage, scale, good, scaler)
     if isinstance(root, Outside):
         return _about_input(root)
+    if stage == "norm" and root is None:
+        return "Gradients and norm are finite; clipping to this max_norm leaves float32. Choose a larger one."
     if stage in ("unscale", "norm", "accumulate"):
         return (
             "The sum or the norm of the gradients leaves float32 in true units: the loss is too large by itself. "
@@ -47,6 +56,11 @@ def advise(root: Origin | None, stage: str, scale: float, good: float | None) ->
         )
     if root is None or root.output is None:
         return "The loss or its gradient is not finite at any scale: look at the data and the loss itself."
+    if root.number is not None:
+        return (
+            f"No scale helps: {root.operator} was given the number {root.number:g}, which the program computed or read "
+            "as a Python float. Look at where it comes from."
+        )
     name = root.operator.rstrip("_") if not root.operator.startswith("_") else root.operator
     if stage == "backward":
         return (
@@ -69,12 +83,13 @@ def advise(root: Origin | None, stage: str, scale: float, good: float | None) ->
     return "No scale helps: the forward itself gives it. Look at the inputs' ranges above."
 
 
-def _about_scale(stage: str, scale: float, good: float) -> str:
-    halvings = math.ceil(math.log2(scale / good))
-    text = (
-        f"The scale is too large for this window: {scale_text(good)} works and {scale_text(2 * good)} does not. "
-        f"A DynamicScale gets there in {halvings} skipped window{'s' if halvings > 1 else ''}."
-    )
+def _about_scale(stage: str, scale: float, good: float, scaler: Scaler) -> str:
+    skips, name = _skips_until(good, scale, scaler), type(scaler).__name__
+    text = f"The scale is too large for this window: {scale_text(good)} works and {scale_text(2 * good)} does not. "
+    if skips is None:
+        text += f"This {name} does not get there by itself: dataclasses.replace(state, scaler=DynamicScale({good:g}))."
+    else:
+        text += f"This {name} gets there in at most {skips} skipped window{'s' if skips > 1 else ''}."
     if good < 1:
         text += (
             " A scale below 1 costs small gradients: better run this module in float32 or bfloat16, "
@@ -83,6 +98,17 @@ def _about_scale(stage: str, scale: float, good: float) -> str:
     elif stage == "backward" and good < 2.0**8:
         text += " If it has to stay this low, look at underflow_report, and at why this gradient is so much larger."
     return text
+
+
+def _skips_until(good: float, scale: float, scaler: Scaler) -> int | None:
+    """How many windows a scaler skips on its way down to a scale, the one that was explained included."""
+    backed_off = float(scaler.scale) < scale  # the state came back from that window
+    scaler = scaler if backed_off else with_fields(scaler, scale=torch.full_like(scaler.scale, scale))
+    for skips in range(backed_off, MOST_SKIPS + 1):
+        if float(scaler.scale) <= good:
+            return skips
+        scaler = update_scale(scaler, torch.zeros_like(scaler.scale, dtype=torch.bool))
+    return None
 
 
 def _about_input(root: Outside) -> str:

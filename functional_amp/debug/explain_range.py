@@ -32,13 +32,13 @@ class Range:
     def __str__(self) -> str:
         counts = "".join(f", {count} {kind}" for count, kind in ((self.nan, "NaN"), (self.inf, "inf")) if count)
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}{list(self.shape)} in [{self.low:.4g}, {self.high:.4g}]{counts}"
+        span = "" if math.isnan(self.low) else f" in [{self.low:.4g}, {self.high:.4g}]"
+        return f"{dtype}{list(self.shape)}{span}{counts}"
 
 
 def range_of(tensor: Tensor, name: str) -> Range:
     """The range of a tensor; of complex numbers, of their parts."""
     values = readable(tensor.detach())
-    values = values.double() if values.device.type != "mps" else values.float()
     finite = values[torch.isfinite(values)]
     low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (torch.nan, torch.nan)
     nan, inf = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())

@@ -15,7 +15,7 @@ class Explanation:
     """Why a window was not finite.
 
     Attributes:
-        found: whether it was not finite when it was run again.
+        found: whether its loss or its gradients were not finite when it was run again.
         stage: input (a tensor was bad before the loss function touched it), forward, backward, accumulate,
             unscale, norm, or "not reproduced in eager".
         micro_batch: which one of the window, from 0; None where the fault is in none of them.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import functional_amp.debug.torch_private as torch_private
 from functional_amp.tree import flatten
 
 OUTSIDE = "<loss function>"
@@ -57,7 +57,7 @@ class _Place:
     names: dict[int, str] = field(default_factory=dict)
 
 
-class ForwardRanges(TorchDispatchMode):
+class ForwardRanges(torch_private.DispatchMode):
     """Watches the operators of a forward; enter it around the loss function alone.
 
     Nothing is changed: the operators run as they are, and the hooks on `nn.Module` go when it ends.
@@ -109,7 +109,7 @@ class ForwardRanges(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        finite_before = _all_finite((args, kwargs)) if func._schema.is_mutable else None
+        finite_before = _all_finite((args, kwargs)) if torch_private.schema_of(func).is_mutable else None
         out = func(*args, **kwargs)
         if "empty" in func.overloadpacket.__name__:  # memory that nobody has written to yet
             return out
@@ -127,7 +127,7 @@ class ForwardRanges(TorchDispatchMode):
             peak = math.inf  # this operator made it: the -inf of a mask is written on purpose, or only moved
         counts.largest = max(counts.largest, peak)
         source = args[0] if args and isinstance(args[0], Tensor) else None
-        if func is torch.ops.aten._to_copy.default and source is not None and source.dtype not in self._dtypes:
+        if func is torch_private.to_copy and source is not None and source.dtype not in self._dtypes:
             nonzero = source.detach() != 0
             counts.casts += int(nonzero.sum())
             counts.flushed += int((nonzero & (out == 0)).sum())

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from functional_amp.checks import check_number
-from functional_amp.debug.history import History, applied
+from functional_amp.debug.history import History
 from functional_amp.debug.nonfinite import nonfinite_paths
 from functional_amp.debug.table import power
 from functional_amp.dtypes import FLOAT32_MAX
@@ -197,7 +197,7 @@ def _windows(history: History | Metrics | None) -> list[dict[str, Any]]:
             "grad_norm": float(history.grad_norm),
             "scale": float(history.scale),
             "finite": bool(history.finite),
-            "applied": bool(applied(history)),
+            "applied": bool(history.applied),
         }
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -87,10 +88,10 @@ class Provenance(torch_private.DispatchMode):
             return [marks[0][0]]
         values = tensor if values is None else values
         whole = readable(values) if values.dtype.itemsize == 1 else values  # complex elements stay one
-        places = _places(tensor)[~torch.isfinite(whole)]
+        places = _places(tensor, ~torch.isfinite(whole))
         found: list[Origin] = []
         for origin, region in reversed(marks):  # the last one that wrote to a place counts
-            taken = torch.isin(places, _places(region))
+            taken = _lies_in(places, region)
             if bool(taken.any()):
                 found.append(origin)
                 places = places[~taken]
@@ -126,14 +127,28 @@ class Provenance(torch_private.DispatchMode):
             to_blame, itself = blame(call.again, suspects, bad)
         else:
             to_blame, itself = [], True
-        parents = [origin for slot in to_blame for origin in origins[slot]]
-        parents = list({id(origin): origin for origin in parents}.values())
+        parents = _each_once(origin for slot in to_blame for origin in origins[slot])
+        others = _each_once(origin for slot in suspects if slot not in to_blame for origin in origins[slot])
         has_nan = any(bool(torch.isnan(readable(tensor)).any()) for tensor in bad)
         name = call.traits.name
-        wrote = not suspects and call.has_infinite_number
+        number = call.number_that_is_not_finite
+        wrote = not suspects and number is not None and not math.isnan(number)
         written = not has_nan and (wrote or (not itself and moves(name, parents)))
         phase, node, place = self._whereabouts()
-        event = Event(len(self.events), phase, self.micro_batch, name, node, place, has_nan, itself, parents, written)
+        event = Event(
+            index=len(self.events),
+            phase=phase,
+            micro_batch=self.micro_batch,
+            operator=name,
+            node=node,
+            place=place,
+            has_nan=has_nan,
+            itself=itself,
+            parents=parents,
+            others=others,
+            number=number,
+            written=written,
+        )
         if itself or all(isinstance(parent, Outside) or parent.written for parent in parents):
             named = [self._name_of(tensor) or label for label, tensor in zip(call.labels, call.given, strict=True)]
             event.inputs = tuple(range_of(tensor, label) for label, tensor in zip(named, call.values, strict=True))
@@ -153,8 +168,8 @@ class Provenance(torch_private.DispatchMode):
         known = self._named.get(torch_private.storage_key(tensor), [])
         if len(known) < 2:
             return known[0][0] if known else ""
-        places = _places(tensor)
-        return next((name for name, other in known if bool(torch.isin(places, _places(other)).any())), "")
+        places = _places(tensor, torch.ones(tensor.shape, dtype=torch.bool, device=tensor.device))
+        return next((name for name, other in known if bool(_lies_in(places, other).any())), "")
 
     def _whereabouts(self) -> tuple[str, str, Place]:
         """The phase, the autograd node and the place of the operator that has just run."""
@@ -169,16 +184,28 @@ class Provenance(torch_private.DispatchMode):
         return ("forward" if repeated else self.phase), node.name(), place
 
 
+def _each_once(origins: Iterable[Origin]) -> list[Origin]:
+    return list({id(origin): origin for origin in origins}.values())
+
+
 def _covers(tensor: Tensor) -> bool:
     """Whether a tensor is all of its memory."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def _places(tensor: Tensor) -> Tensor:
-    """Where in its memory each element of a tensor lies, as bytes."""
-    places = torch.full(tuple(tensor.shape), int(tensor.storage_offset()), dtype=torch.int64, device=tensor.device)
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        shape = [1] * tensor.dim()
-        shape[dim] = size
-        places = places + (torch.arange(size, device=tensor.device) * stride).reshape(shape)
+def _places(tensor: Tensor, chosen: Tensor) -> Tensor:
+    """Where in their memory the chosen elements of a tensor lie, as bytes."""
+    strides = torch.tensor(tensor.stride(), dtype=torch.int64, device=tensor.device)
+    places = (chosen.nonzero() * strides).sum(-1) + int(tensor.storage_offset())
     return places * tensor.element_size()
+
+
+def _lies_in(places: Tensor, region: Tensor) -> Tensor:
+    """Which of these places in a memory belong to a tensor."""
+    if _covers(region):
+        return torch.ones_like(places, dtype=torch.bool)
+    if region.is_contiguous():
+        start = int(region.storage_offset()) * region.element_size()
+        return (places >= start) & (places < start + region.numel() * region.element_size())
+    every = torch.ones(region.shape, dtype=torch.bool, device=region.device)
+    return torch.isin(places, _places(region, every))

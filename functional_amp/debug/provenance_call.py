@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -50,9 +51,9 @@ class Call:
         ]
 
     @property
-    def has_infinite_number(self) -> bool:
-        """Whether the operator was given inf as a number."""
-        return any(isinstance(leaf, float) and leaf in (torch.inf, -torch.inf) for leaf in self._flat)
+    def number_that_is_not_finite(self) -> float | None:
+        """The inf or NaN that the operator was given as a number, if any."""
+        return next((leaf for leaf in self._flat if isinstance(leaf, float) and not math.isfinite(leaf)), None)
 
     def outputs(self, out: Any, given: list[Tensor]) -> list[Tensor]:
         """The tensors that the operator returned, and those of the given ones that it wrote to."""
@@ -101,7 +102,7 @@ def _labelled(names: tuple[str, ...], args: Any, kwargs: Any) -> Iterator[tuple[
 
 @functools.cache
 def traits_of(func: Any) -> Traits:
-    schema = getattr(func, "_schema", None)
+    schema = torch_private.schema_of(func)
     if schema is None:  # a higher-order operator: its body runs below this mode
         return Traits(str(func), (), False, frozenset(), False)
     aliases = [result.alias_info for result in schema.returns if result.alias_info is not None]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,22 +13,24 @@ from torch import Tensor
 
 import functional_amp.debug.torch_private as torch_private
 from functional_amp.debug.blame import Origin
+from functional_amp.debug.draws import Draws
 from functional_amp.debug.explain_range import is_finite
 from functional_amp.debug.locate import Locator
 from functional_amp.debug.nonfinite import nonfinite_paths
 from functional_amp.debug.provenance import Provenance
-from functional_amp.debug.provenance_call import random_state_kept
-from functional_amp.engine.random import seeded
+from functional_amp.engine.limits import limit_of
 from functional_amp.optim import Optimizer
 from functional_amp.precision import cast_floating
 from functional_amp.registry import with_fields
-from functional_amp.stages.accumulate import accumulate
+from functional_amp.stages.accumulate import accumulate, add
 from functional_amp.stages.backward import scale_backward
 from functional_amp.stages.clip import global_norm
+from functional_amp.stages.differentiate import backend_in_graphs, known_limit
+from functional_amp.stages.streaming import windowed
 from functional_amp.stages.unscale import unscale
 from functional_amp.step import Step, make_step
 from functional_amp.tree import PyTree, flatten, map_tensors, paths
-from functional_amp.values.grads import Loss, ScaledGrads, denominator
+from functional_amp.values.grads import Loss, denominator
 from functional_amp.values.scaler import StaticScale
 from functional_amp.values.state import TrainState
 
@@ -77,26 +78,40 @@ def options_of(loss_fn: Any, backend: Any, compute_dtype: torch.dtype | None) ->
     if not isinstance(loss_fn, Step):
         return Options(loss_fn, backend, compute_dtype)
     step = loss_fn
-    backend = step.backend
-    if step.donate:  # it takes its gradients from the engine
-        backend = "autograd"
-    elif backend == "auto":
-        backend = "autograd" if step.needs_engine else "func"
+    # A donating step takes its gradients from the engine, and so does one whose graph may be left.
+    backend = "autograd" if step.donate else backend_in_graphs(step.backend, step.compile)
     return Options(step.loss_fn, backend, step.compute_dtype, step.max_norm, step.norm_type, step.clip_eps)
 
 
-@contextmanager
-def drawing(seed: int | None) -> Iterator[None]:
-    """Eager mode, and the random numbers of the seed or of now; the generators are left as they were."""
-    # A module of the user's may be compiled; where dynamo was never imported, none is.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with eager, random_state_kept() if seed is None else seeded(seed):
-        yield
+def settled(options: Options, state: TrainState, window: Sequence[Any], draws: Draws) -> Options:
+    """The options with what "auto" stands for: the engine for a loss that torch.func can't differentiate.
+
+    A plain run of the window tells, and meets what must not be in a record: the rehearsal of a module that was
+    never called, and the generators of the loss function's own.
+    """
+    func = replace(options, backend="func") if options.backend == "auto" else options
+    engine = replace(options, backend="autograd")
+    if options.backend == "auto" and known_limit(options.loss_fn):
+        func = engine
+    try:
+        with draws.watched():
+            _step_of(func)(_state_at(state, 1.0), window)
+    except (RuntimeError, NotImplementedError) as error:
+        if options.backend != "auto" or limit_of(error) is None:
+            raise
+        return engine
+    return func
 
 
-def is_finite_at(options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float) -> bool:
+def is_finite_at(options: Options, state: TrainState, window: Sequence[Any], draws: Draws, scale: float) -> bool:
     """Whether a plain step at this scale would be applied, as `make_step` itself says."""
-    step = make_step(
+    with draws.again():
+        _, metrics = _step_of(options)(_state_at(state, scale), window)
+    return bool(metrics.finite)
+
+
+def _step_of(options: Options) -> Step:
+    return make_step(
         options.loss_fn,
         _STILL,
         max_norm=options.max_norm,
@@ -105,14 +120,14 @@ def is_finite_at(options: Options, state: TrainState, window: Sequence[Any], see
         backend=options.backend,
         compute_dtype=options.compute_dtype,
     )
-    state = with_fields(state, scaler=_static(scale, state), opt_state=(), window=None)
-    with drawing(seed):
-        _, metrics = step(state, window)
-    return bool(metrics.finite)
+
+
+def _state_at(state: TrainState, scale: float) -> TrainState:
+    return with_fields(state, scaler=_static(scale, state), opt_state=(), window=None)
 
 
 def largest_good_scale(
-    options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float
+    options: Options, state: TrainState, window: Sequence[Any], draws: Draws, scale: float
 ) -> float | None:
     """The largest power of two at which the window is finite and at twice which it is not.
 
@@ -121,7 +136,7 @@ def largest_good_scale(
     """
 
     def good(exponent: int) -> bool:
-        return is_finite_at(options, state, window, seed, 2.0**exponent)
+        return is_finite_at(options, state, window, draws, 2.0**exponent)
 
     if not good(LOWEST):
         return None
@@ -134,14 +149,14 @@ def largest_good_scale(
     return 2.0**low
 
 
-def instrumented(options: Options, state: TrainState, window: Sequence[Any], seed: int | None, scale: float) -> Replay:
+def instrumented(options: Options, state: TrainState, window: Sequence[Any], draws: Draws, scale: float) -> Replay:
     """Runs the window's stages under a record, up to the first value that is not finite."""
     named = [*_named("params", state.params), *_named("buffers", state.buffers)]
     named += [pair for micro_batch in window for pair in _named("batch", micro_batch)]
     locator = Locator(instrumented.__code__)
     record = Provenance(locator, named)
     loss, counts = torch.nan, True
-    with drawing(seed), locator:
+    with draws.again(), locator:
         for check in _checks(options, state, window, _static(scale, state), record):
             if check.loss is not None:
                 loss, counts = float(check.loss), check.counts
@@ -179,18 +194,20 @@ def _checks(
 ) -> Iterator[_Check]:
     """The stages of the step, one after the other, under the record."""
     params, buffers, total = state.params, state.buffers, None
+    loss_fn = windowed(_watched(options.loss_fn, record))
     if options.compute_dtype is not None:
         with record:
             params = cast_floating(params, options.compute_dtype)
     for index, micro_batch in enumerate(window):
-        record.micro_batch = index
+        record.phase, record.micro_batch = "forward", index
         with record:
-            grads, loss, buffers = _backward(options, scaler, params, micro_batch, buffers, record)
+            grads, loss, out = scale_backward(loss_fn, scaler, params, micro_batch, buffers, backend=options.backend)
         counts = bool(grads.weight != 0)  # a loss without weight counts as little as its gradient
+        buffers = out.buffers if counts else buffers
         yield _Check("backward", index, grads.tree, (loss,) if counts else (), loss, counts)
         record.phase = "accumulate"
         with record:
-            total = accumulate(total, grads)
+            total = (add if out.reduction == "sum" else accumulate)(total, grads)
         yield _Check("accumulate", index, total.tree)
     assert total is not None  # a window has at least one micro-batch
     record.phase = "unscale"
@@ -203,25 +220,18 @@ def _checks(
     yield _Check("norm", None, None, (norm,))
 
 
-def _backward(
-    options: Options, scaler: StaticScale, params: PyTree, micro_batch: Any, buffers: PyTree, record: Provenance
-) -> tuple[ScaledGrads, Tensor, PyTree]:
-    """One micro-batch, as the step runs it, and the buffers for the next."""
-    gave_buffers = False
+def _watched(loss_fn: Callable[..., Tensor | Loss], record: Provenance) -> Callable[..., Tensor | Loss]:
+    """The loss function, which tells the record when it runs."""
 
-    def loss_fn(*args: Any) -> Any:
-        nonlocal gave_buffers
+    @functools.wraps(loss_fn)
+    def watched(*args: Any) -> Any:
         record.phase = "forward"
         try:
-            loss = options.loss_fn(*args)
+            return loss_fn(*args)
         finally:
             record.phase = "backward"
-        gave_buffers = isinstance(loss, Loss) and loss.buffers is not None
-        return loss
 
-    batch = (micro_batch,) if buffers is None else (micro_batch, buffers)
-    grads, loss, aux = scale_backward(loss_fn, scaler, params, *batch, backend=options.backend)
-    return grads, loss, aux[1] if gave_buffers else buffers
+    return watched
 
 
 def _still(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils import _pytree as torch_pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from functional_amp.torch_private import storage_key as storage_key
+from functional_amp.torch_private import torch_pytree
 
 DispatchMode = TorchDispatchMode
 """A context in which every operator passes through `__torch_dispatch__`, below autograd and torch.func."""
+
+to_copy: Any = torch.ops.aten._to_copy.default
+"""The operator of a cast to another dtype."""
 
 flatten = torch_pytree.tree_flatten
 unflatten = torch_pytree.tree_unflatten
@@ -34,9 +40,14 @@ def sequence_number(node: Any) -> int:
     return node._sequence_nr()
 
 
-def storage_key(tensor: Tensor) -> int:
-    """One number for all the views of a memory; unique while any of them is alive."""
-    return tensor.untyped_storage()._cdata
+def schema_of(operator: Any) -> Any:
+    """What an operator's arguments and results are, and which of them it writes to; None for a higher-order one."""
+    return getattr(operator, "_schema", None)
+
+
+def compiler_is_loaded() -> bool:
+    """Whether anything can have been compiled in this process: importing the compiler takes a second."""
+    return "torch._dynamo" in sys.modules
 
 
 def has_memory(tensor: Tensor) -> bool:

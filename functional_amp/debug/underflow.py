@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from functional_amp.dtypes import is_differentiable
 from functional_amp.engine.random import seeded
 from functional_amp.precision import autocast
 from functional_amp.stages.backward import scale_backward
+from functional_amp.stages.freeze import frozen_leaves
 from functional_amp.tree import PyTree, flatten_tensors, paths
 from functional_amp.values.grads import Loss
 from functional_amp.values.scaler import StaticScale
@@ -132,8 +134,8 @@ def underflow_report(
 
     Raises:
         TypeError, ValueError: for another dtype, scales outside float32, half-precision parameters, a
-            loss function that computes in half precision by itself, a float32 gradient that is not
-            finite.
+            loss function that computes in half precision by itself, a batch without weight, a float32
+            gradient that is not finite.
 
     >>> import torch
     >>> loss_fn = lambda params, x: 1e-7 * (x @ params).float().sum()
@@ -142,11 +144,14 @@ def underflow_report(
     ((0.00390625, 0.015625, 0.0625, 0.25, 1.0), (1.0, 1.0, 1.0, 1.0, 0.0))
     """
     scales = _check(params, dtype, scales)
-    names = [p for p, leaf in zip(paths(params), flatten_tensors(params, "params").leaves) if is_differentiable(leaf)]
+    every = flatten_tensors(params, "params").leaves
+    still = frozen_leaves(loss_fn, params, every)
+    names = [p for p, leaf, kept in zip(paths(params), every, still) if is_differentiable(leaf) and not kept]
     reference = _reference(loss_fn, params, batch, names)
     nonzero = [leaf != 0 for leaf in reference]
     watch = ForwardRanges(dtype)
 
+    @functools.wraps(loss_fn)
     def watched(params: PyTree, batch: Any) -> Any:
         with watch:
             return half(params, batch)
@@ -191,6 +196,7 @@ def _reference(loss_fn: Any, params: PyTree, batch: Any, names: list[str]) -> li
     """The gradients of a loss function that computes in float32, and is finite there."""
     watch = ForwardRanges(*HALF)
 
+    @functools.wraps(loss_fn)
     def watched(params: PyTree, batch: Any) -> Any:
         with watch:
             return loss_fn(params, batch)
@@ -216,6 +222,11 @@ def _gradients_of(loss_fn: Any, scale: float, params: PyTree, batch: Any) -> lis
     """In true units, as float64: what is told apart must not round again."""
     with seeded(0):
         grads = scale_backward(loss_fn, StaticScale(scale), params, batch, backend="autograd").grads
+    if not grads.weight > 0:
+        raise ValueError(
+            f"batch: found a weight of {float(grads.weight):g}, expected one above 0: the others have no gradient. "
+            "Remedy: pass a batch with items that count."
+        )
     divisor = grads.scale.double() * grads.weight.double()
     leaves = [leaf for leaf in flatten_tensors(grads.tree, "grads").leaves if is_differentiable(leaf)]
     return [leaf.to(torch.promote_types(leaf.dtype, torch.float64)) / divisor.to(leaf.device) for leaf in leaves]

@@ -15,7 +15,7 @@ R = TypeVar("R")
 LIMITS = {
     "setup_context": "an autograd.Function without setup_context, such as a custom kernel or an old extension",
     "saved tensor hooks": "activation checkpointing, or another user of saved-tensor hooks",
-    "expected scalar type": "attention with dropout under autocast on a CPU",
+    "expected scalar type": "attention with dropout or a mask under autocast on a CPU",
     "Cannot access data pointer of Tensor that doesn't have storage": "a kernel that asks for addresses, such as "
     "those of packed sequences, or numpy",
     "Cannot access storage of TensorWrapper": "something that asks for the storage, such as pickle or deepcopy",

@@ -4,6 +4,7 @@
 - `materialize`: a scalar that is computed once, not at each element
 - `announce`: says that a graph begins to write; what is written depends on what it gives back
 - `sgd_`, `adam_`: torch's fused kernels for a list of leaves, in place
+- `imperative_`: an optimizer of torch.optim, in place
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ _LIBRARY.define(
     "adam_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, Tensor count, "
     "Tensor lr, float beta1, float beta2, float weight_decay, float eps, bool decoupled, Tensor? divisor, "
     "Tensor skip) -> ()"
+)
+_LIBRARY.define(
+    "imperative_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] kept, bool[] missing, Tensor count, "
+    "Tensor? divisor, Tensor? applied, str[] paths, int number) -> ()"
 )
 _LIBRARY.impl("materialize", torch.clone, "CompositeExplicitAutograd")
 _LIBRARY.impl("materialize", torch.empty_like, "Meta")
@@ -78,6 +83,11 @@ def materialized(scalar: T) -> T:
     if not isinstance(scalar, Tensor) or mode() != "graph":
         return scalar
     return cast(T, torch.ops.functional_amp.materialize(scalar))
+
+
+def can_write_in_place() -> bool:
+    """Whether a kernel may write to a tensor now: under a transform it stands for several, or has a derivative."""
+    return mode() != "transform"
 
 
 def operator(name: str) -> Callable[..., Any] | None:

@@ -1,4 +1,7 @@
-"""What a loss function is given and must not write to: the buffers, and the leaves that are not differentiated."""
+"""What functions of users are given and must not write to.
+
+A loss function: the buffers, and the leaves that are not differentiated. An optimizer: all of it.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,33 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tupl
     if written:
         names = [*paths(given[0]), *paths(given[1])]
         raise RuntimeError(_message(str([names[index] for index in written])))
+
+
+@contextmanager
+def unwritten_by_optimizer(**given: PyTree) -> Iterator[None]:
+    """Raises RuntimeError where an optimizer writes in place to what it is given; in eager mode alone.
+
+    Version counters are compared. A write through `.data` moves none.
+    """
+    if mode() != "eager":
+        yield
+        return
+    flats = {name: flatten(tree) for name, tree in given.items()}
+    before = {name: [_counter(leaf) for leaf in flat.leaves] for name, flat in flats.items()}
+    yield
+    for name, flat in flats.items():
+        written = [i for i, leaf in enumerate(flat.leaves) if _counter(leaf) != before[name][i]]
+        if written:
+            names = paths(given[name])
+            raise RuntimeError(
+                f"optimizer: found a write in place to {name} at {[names[index] for index in written]}, expected new "
+                "tensors: a window that is skipped could not take the write back. Return x.mul(0.9), not "
+                "x.mul_(0.9), or pass a torch.optim class to from_torch."
+            )
+
+
+def _counter(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
 def _watched(given: tuple[PyTree, PyTree]) -> dict[int, Tensor]:

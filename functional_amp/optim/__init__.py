@@ -5,6 +5,15 @@ from functional_amp.optim.adam import adam as adam
 from functional_amp.optim.adam import adamw as adamw
 from functional_amp.optim.base import Optimizer as Optimizer
 from functional_amp.optim.base import apply_updates as apply_updates
+from functional_amp.optim.chain import Transform as Transform
+from functional_amp.optim.chain import chain as chain
+from functional_amp.optim.decays import cosine_restarts as cosine_restarts
+from functional_amp.optim.decays import exponential as exponential
+from functional_amp.optim.decays import one_cycle as one_cycle
+from functional_amp.optim.decays import polynomial as polynomial
+from functional_amp.optim.decays import warmup as warmup
+from functional_amp.optim.from_torch import TorchState as TorchState
+from functional_amp.optim.from_torch import from_torch as from_torch
 from functional_amp.optim.partition import partition as partition
 from functional_amp.optim.schedules import constant as constant
 from functional_amp.optim.schedules import cosine as cosine
@@ -13,3 +22,9 @@ from functional_amp.optim.schedules import linear as linear
 from functional_amp.optim.schedules import warmup_cosine as warmup_cosine
 from functional_amp.optim.sgd import SGDState as SGDState
 from functional_amp.optim.sgd import sgd as sgd
+from functional_amp.optim.torch_schedules import from_torch_schedule as from_torch_schedule
+from functional_amp.optim.transforms import EmaState as EmaState
+from functional_amp.optim.transforms import adaptive_clip as adaptive_clip
+from functional_amp.optim.transforms import add_noise as add_noise
+from functional_amp.optim.transforms import clip_by_value as clip_by_value
+from functional_amp.optim.transforms import ema as ema

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from functional_amp.engine.operators import materialized
 from functional_amp.mode import sqrt
 from functional_amp.optim.base import Optimizer
 from functional_amp.optim.kernels import run_adam
-from functional_amp.optim.leafwise import LeafRule, LeafUpdate, leafwise, zeros
+from functional_amp.optim.leafwise import LeafRule, LeafUpdate, check_state_dtype, leafwise
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
 from functional_amp.tree import PyTree
+
+StateDtype: TypeAlias = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
 
 
 class AdamState(NamedTuple):
@@ -31,6 +33,8 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    *,
+    state_dtype: StateDtype = None,
 ) -> Optimizer:
     """Adam (Kingma and Ba 2015, https://arxiv.org/abs/1412.6980), as `torch.optim.Adam` does it.
 
@@ -45,6 +49,8 @@ def adam(
         betas: each in [0, 1).
         eps: >= 0.
         weight_decay: L2 penalty, >= 0.
+        state_dtype: what the averages are kept in, rounded once an update; a pair for the first and the second one;
+            None for the dtype of the arithmetic. What it costs: docs/optimizers.md.
 
     Returns:
         An `Optimizer`. With an lr that is a number its `step` equals
@@ -59,7 +65,7 @@ def adam(
     >>> params
     tensor([0.9000])
     """
-    return _adam(lr, betas, eps, weight_decay, decoupled=False)
+    return _adam(lr, betas, eps, weight_decay, state_dtype, decoupled=False)
 
 
 def adamw(
@@ -67,6 +73,8 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
+    *,
+    state_dtype: StateDtype = None,
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), as `torch.optim.AdamW` does it.
 
@@ -80,11 +88,17 @@ def adamw(
     >>> params
     tensor([0.8500])
     """
-    return _adam(lr, betas, eps, weight_decay, decoupled=True)
+    return _adam(lr, betas, eps, weight_decay, state_dtype, decoupled=True)
 
 
 def _adam(
-    lr: LearningRate, betas: tuple[float, float], eps: float, weight_decay: float, *, decoupled: bool
+    lr: LearningRate,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    state_dtype: StateDtype,
+    *,
+    decoupled: bool,
 ) -> Optimizer:
     check_learning_rate(lr)
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -92,6 +106,11 @@ def _adam(
     beta1, beta2 = check_unit_interval(betas[0], "betas[0]"), check_unit_interval(betas[1], "betas[1]")
     eps = check_non_negative(eps, "eps")
     weight_decay = check_non_negative(weight_decay, "weight_decay")
+    state_dtypes = state_dtype if isinstance(state_dtype, (tuple, list)) else (state_dtype, state_dtype)
+    if len(state_dtypes) != 2:
+        raise TypeError(f"state_dtype: found {state_dtype!r}, expected a dtype, or one for each of the two averages.")
+    for each in state_dtypes:
+        check_state_dtype(each)
 
     def rule(count: Tensor) -> LeafRule:
         # In double, as torch's Python floats are: 1 - 0.999**t in float32 keeps 10 of 24 bits at t = 1.
@@ -132,4 +151,4 @@ def _adam(
         rate = kernel_rate(lr, count)
         run_adam(params, grads, m, v, count, rate, (beta1, beta2), weight_decay, eps, decoupled, divisor, skip)
 
-    return leafwise(AdamState, [zeros, zeros], rule, kernel)
+    return leafwise(AdamState, state_dtypes, rule, kernel)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
 from functional_amp.dtypes import is_differentiable, widened
+from functional_amp.engine.unwritten import unwritten_by_optimizer
 from functional_amp.mode import stage
 from functional_amp.tree import Flat, PyTree, check_leaf, check_structure, flatten_tensors, paths
 
@@ -66,15 +68,43 @@ def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) 
     Raises:
         TypeError: for anything else, with the remedy.
     """
-    init, update, step, _ = members(optimizer)
+    step = members(optimizer)[2]
     if step is not None:
-        return _pair(step(grads, opt_state, params), "step", "(params, opt_state)")
+        with unwritten_by_optimizer(grads=grads, opt_state=opt_state, params=params):
+            return _pair(step(grads, opt_state, params), "step", "(params, opt_state)")
+    updates, opt_state = updates_with(optimizer, grads, opt_state, params)
+    return apply_updates(params, updates), opt_state
+
+
+def updates_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """The updates and the new state, by the optimizer's `update`, which may take `params` by name or not at all."""
+    init, update, *_ = members(optimizer)
     if update is None and init is None and callable(optimizer):
         update = optimizer
     if update is None:
         _refuse(optimizer)
-    updates, opt_state = _pair(update(grads, opt_state, params), "update", "(updates, opt_state)")
-    return apply_updates(params, updates), opt_state
+    given, named = _arguments(update, grads, opt_state, params)
+    with unwritten_by_optimizer(grads=grads, opt_state=opt_state, params=params):
+        return _pair(update(*given, **named), "update", "(updates, opt_state)")
+
+
+def _arguments(update: Any, *given: PyTree) -> tuple[tuple[PyTree, ...], dict[str, Any]]:
+    """What an update function takes of gradients, state and parameters: all in order, or the third by name, or two.
+
+    `inplace=False` for those that have such a choice, as TorchOpt's do, which write in place by default.
+    """
+    try:
+        parameters = inspect.signature(update).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return given, {}
+    named = {"inplace": False} if "inplace" in parameters else {}
+    kinds = [parameter.kind for name, parameter in parameters.items() if name != "inplace"]
+    in_order = [kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds]
+    if any([kind is kind.VAR_POSITIONAL for kind in kinds]) or sum(in_order) >= 3:
+        return given, named
+    if "params" in parameters and parameters["params"].kind is parameters["params"].KEYWORD_ONLY:
+        named["params"] = given[2]
+    return given[:2], named
 
 
 def init_with(optimizer: Any, params: PyTree) -> PyTree:
@@ -122,7 +152,7 @@ def _refuse(optimizer: Any) -> NoReturn:
     raise TypeError(
         f"optimizer: found {name}, expected Optimizer(init, update) with "
         "update(grads, opt_state, params) -> (updates, opt_state). A torch.optim optimizer holds its state and "
-        "changes it in place: use functional_amp.sgd, adam or adamw, or write a pair of pure functions."
+        "changes it in place: use functional_amp.sgd, adam or adamw, or from_torch(torch.optim.NAdam, lr=1e-3)."
     )
 
 

@@ -26,18 +26,35 @@ class LeafUpdate(NamedTuple):
     direction: Tensor
 
 
-LeafRule: TypeAlias = Callable[..., tuple[LeafUpdate, tuple[Tensor | None, ...]]]
+LeafRule: TypeAlias = Callable[..., tuple[LeafUpdate, tuple[Tensor, ...]]]
 RuleAt: TypeAlias = Callable[[Tensor], LeafRule]
 Finish: TypeAlias = Callable[[Tensor, Tensor, LeafUpdate], Tensor]
 """`finish(leaf, leaf widened, update)` gives what stands at the place of the leaf in the result."""
 
 
-def zeros(params: PyTree) -> PyTree:
+def slot_dtype(leaf: Tensor, state_dtype: torch.dtype | None) -> torch.dtype:
+    """What the moments of a leaf are kept in: complex ones in their own dtype."""
+    return accumulation_dtype(leaf.dtype) if state_dtype is None or leaf.is_complex() else state_dtype
+
+
+def check_state_dtype(state_dtype: Any) -> None:
+    """Raises TypeError for anything but None and the real float dtypes of 16 bits and more."""
+    if state_dtype is not None and state_dtype not in _STATE_DTYPES:
+        raise TypeError(
+            f"state_dtype: found {state_dtype!r}, expected one of {', '.join(map(str, _STATE_DTYPES))}, or None for "
+            "the dtype of the arithmetic."
+        )
+
+
+_STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def zeros(params: PyTree, state_dtype: torch.dtype | None = None) -> PyTree:
     """Zeros of the optimizer's dtype at each float or complex leaf, None elsewhere."""
     flat = flatten_tensors(params, "params")
     return flat.unflatten(
         [
-            torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype), requires_grad=False)
+            torch.zeros_like(leaf, dtype=slot_dtype(leaf, state_dtype), requires_grad=False)
             if is_differentiable(leaf)
             else None
             for leaf in flat.leaves
@@ -58,16 +75,20 @@ def nones(params: PyTree) -> PyTree:
 
 
 def leafwise(
-    state_type: type[Any], slots: Sequence[Callable[[PyTree], PyTree]], rule: RuleAt, kernel: Kernel | None = None
+    state_type: type[Any],
+    state_dtypes: Sequence[torch.dtype | None],
+    rule: RuleAt,
+    kernel: Kernel | None = None,
 ) -> Optimizer:
     """An optimizer that treats each leaf by itself.
 
     Args:
         state_type: a NamedTuple of the count of applied updates and one tree for each slot.
-        slots: what each of these trees is at first, from the parameters (`zeros`).
+        state_dtypes: what each of these trees is kept in, zeros at first; None for the dtype of the arithmetic.
         rule: `rule(count)` gives `leaf_rule(param, grad, *slots) -> (update, slots)`.
-        kernel: the same rule for lists of leaves in place, up to the last bit or two.
+        kernel: the same rule for lists of leaves in place, up to the last bit or two; it takes no other dtypes.
     """
+    kernel = None if any(state_dtypes) else kernel
 
     def count_of(opt_state: Any) -> Tensor:
         if not isinstance(opt_state, state_type):
@@ -81,19 +102,20 @@ def leafwise(
         return count
 
     def init(params: PyTree) -> Any:
-        return state_type(zero_count(params), *(slot(params) for slot in slots))
+        return state_type(zero_count(params), *(zeros(params, dtype) for dtype in state_dtypes))
 
     def swept(grads: PyTree, opt_state: Any, params: PyTree, finish: Finish, *, keep: bool) -> tuple[PyTree, Any]:
         """The one sweep: the rule at each leaf that has a gradient; the others stay (`keep`) or become None."""
         count = count_of(opt_state)
         leaf_rule = rule(count)
-        flats, taken = _columns(grads, params, opt_state, len(slots))
+        flats, taken = _columns(grads, params, opt_state, state_dtypes)
         results: list[Tensor | None] = list(flats[0].leaves) if keep else [None] * len(flats[0].leaves)
         for index in taken:
             results[index], values = _ruled(leaf_rule, flats, index, finish)
             _put(flats, index, values)
         new_slots = (flat.unflatten(flat.leaves) for flat in flats[2:])
-        return flats[0].unflatten(results), state_type(counted(count), *new_slots)
+        count = counted(count) if taken or not _all_frozen(flats) else count
+        return flats[0].unflatten(results), state_type(count, *new_slots)
 
     @stage
     def update(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, Any]:
@@ -114,10 +136,10 @@ def leafwise(
             )
             return all_sharded_like(new_params, params), all_sharded_like(new_state, opt_state)
         count = count_of(opt_state)
-        flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(slots)])]
+        flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(state_dtypes)])]
 
         def make(lasting: bool) -> Plan:
-            checked, taken = _columns(grads, params, opt_state, len(slots))
+            checked, taken = _columns(grads, params, opt_state, state_dtypes)
             return plan_of(checked, taken, kernel, lasting=lasting)
 
         plan = storage.recall(transact, flats[0].leaves, make, lambda plan: plan.fits(flats))
@@ -137,9 +159,17 @@ def leafwise(
             assert kernel is not None
             run_group(kernel, flats, indices, works, count, divisor, applied, storage)
         new_params, _, *new_slots = (flat.unflatten(flat.leaves) for flat in flats)
-        return new_params, state_type(counted(count, applied), *new_slots)
+        moves = plan.rest or plan.groups or not _all_frozen(flats)
+        return new_params, state_type(counted(count, applied) if moves else count, *new_slots)
 
     return Optimizer(init, update, step, transact)
+
+
+def _all_frozen(flats: list[Flat]) -> bool:
+    """Whether parameters have no gradient at all. Then no update is counted: bias correction begins with the first."""
+    return any([is_differentiable(leaf) for leaf in flats[0].leaves]) and not any(
+        [is_differentiable(leaf) for leaf in flats[1].leaves]
+    )
 
 
 class _Columns(NamedTuple):
@@ -149,7 +179,8 @@ class _Columns(NamedTuple):
     taken: list[int]
 
 
-def _columns(grads: PyTree, params: PyTree, opt_state: Any, n_slots: int) -> _Columns:
+def _columns(grads: PyTree, params: PyTree, opt_state: Any, state_dtypes: Sequence[torch.dtype | None]) -> _Columns:
+    n_slots = len(state_dtypes)
     flat, grad_flat = matched(params, grads, "grads")
     names = [f"opt_state.{name}" for name in opt_state._fields[1:]]
     kept, unused = opt_state[1 : 1 + n_slots], opt_state[1 + n_slots :]
@@ -164,9 +195,9 @@ def _columns(grads: PyTree, params: PyTree, opt_state: Any, n_slots: int) -> _Co
         for index, (param, grad) in enumerate(zip(flat.leaves, grad_flat.leaves, strict=True))
         if grad is not None and is_differentiable(param)
     ]
-    for name, slot in zip(names, slot_flats, strict=False):
+    for name, slot, state_dtype in zip(names, slot_flats, state_dtypes, strict=False):
         for index in taken:
-            leaf, dtype = slot.leaves[index], accumulation_dtype(flat.leaves[index].dtype)
+            leaf, dtype = slot.leaves[index], slot_dtype(flat.leaves[index], state_dtype)
             if leaf is None or leaf.dtype != dtype:
                 raise TypeError(
                     f"{name}: found {leaf if leaf is None else leaf.dtype} at {paths(params)[index]!r}, expected "
@@ -175,18 +206,17 @@ def _columns(grads: PyTree, params: PyTree, opt_state: Any, n_slots: int) -> _Co
     return _Columns([flat, grad_flat, *slot_flats], taken)
 
 
-def _ruled(
-    leaf_rule: LeafRule, flats: list[Flat], index: int, finish: Finish
-) -> tuple[Tensor, Sequence[Tensor | None]]:
+def _ruled(leaf_rule: LeafRule, flats: list[Flat], index: int, finish: Finish) -> tuple[Tensor, Sequence[Tensor]]:
     """What `finish` makes of a parameter and its update, and the new slots."""
     leaf = flats[0].leaves[index]
     param = widened(leaf)
     slots = [slot.leaves[index] for slot in flats[2:]]
-    update, values = leaf_rule(param, flats[1].leaves[index].to(param.dtype), *slots)
-    return finish(leaf, param, update), values
+    wide = [slot.to(param.dtype) for slot in slots]
+    update, values = leaf_rule(param, flats[1].leaves[index].to(param.dtype), *wide)
+    return finish(leaf, param, update), [value.to(slot.dtype) for value, slot in zip(values, slots, strict=True)]
 
 
-def _put(flats: list[Flat], index: int, values: Sequence[Tensor | None]) -> None:
+def _put(flats: list[Flat], index: int, values: Sequence[Tensor]) -> None:
     for slot, value in zip(flats[2:], values, strict=True):
         slot.leaves[index] = value
 

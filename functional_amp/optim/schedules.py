@@ -38,7 +38,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     tensor(0.2500)
     """
     start, end = check_finite_number(start, "start"), check_finite_number(end, "end")
-    _check_steps(steps)
+    check_steps(steps)
 
     def schedule(count: Tensor) -> Tensor:
         # Not start + (end - start) * progress: from 0.1 to 1e-9 that ends at 0.
@@ -60,7 +60,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     tensor(0.5000)
     """
     start, end = check_finite_number(start, "start"), check_finite_number(end, "end")
-    _check_steps(steps)
+    check_steps(steps)
     return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _progress(count, steps))) / 2
 
 
@@ -87,7 +87,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         if not callable(each):
             raise TypeError(f"schedules: found {each!r}, expected functions of the count, such as constant(...).")
     for boundary in boundaries:
-        _check_steps(boundary, "boundaries")
+        check_steps(boundary, "boundaries")
     if not schedules or len(boundaries) != len(schedules) - 1:
         raise ValueError(
             f"boundaries: found {len(boundaries)} for {len(schedules)} schedules, expected one fewer than schedules."
@@ -117,8 +117,8 @@ def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) 
     """
     peak, end = check_finite_number(peak, "peak"), check_finite_number(end, "end")
     if check_number(warmup_steps, "warmup_steps", "an int", integer=True) != 0:
-        _check_steps(warmup_steps, "warmup_steps")
-    _check_steps(steps)
+        check_steps(warmup_steps, "warmup_steps")
+    check_steps(steps)
     if steps < warmup_steps:
         raise ValueError(f"steps: found {steps!r}, expected an int of at least warmup_steps={warmup_steps}.")
     if warmup_steps == 0:
@@ -136,7 +136,7 @@ def check_learning_rate(lr: LearningRate) -> None:
         if not is_number(lr):
             raise TypeError(
                 f"lr: found {type(lr).__name__}, expected a number, a 0-dim tensor or a function of the number of "
-                "applied updates. A scheduler of torch.optim is none: use linear, cosine or warmup_cosine."
+                "applied updates. A scheduler of torch.optim is none: pass its class to from_torch_schedule."
             )
         if check_finite_number(lr, "lr") < 0:
             raise ValueError(f"lr: found {lr!r}, expected a number >= 0.")
@@ -175,7 +175,8 @@ def _progress(count: Tensor, steps: int) -> Tensor:
     return (count.to(torch.float32) / steps).clamp(0.0, 1.0)
 
 
-def _check_steps(steps: int, name: str = "steps") -> None:
+def check_steps(steps: int, name: str = "steps") -> None:
+    """Raises unless the value is an int that a count can reach."""
     check_number(steps, name, "an int", integer=True)
     if not 1 <= steps < 2**31:
         raise ValueError(f"{name}: found {steps!r}, expected from 1 to 2**31 - 1: updates are counted in int32.")

@@ -12,7 +12,7 @@ from functional_amp.dtypes import like
 from functional_amp.engine.operators import materialized
 from functional_amp.optim.base import Optimizer
 from functional_amp.optim.kernels import run_sgd
-from functional_amp.optim.leafwise import LeafRule, LeafUpdate, leafwise, zeros
+from functional_amp.optim.leafwise import LeafRule, LeafUpdate, check_state_dtype, leafwise
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
 from functional_amp.tree import PyTree
 
@@ -30,6 +30,8 @@ def sgd(
     dampening: float = 0.0,
     weight_decay: float = 0.0,
     nesterov: bool = False,
+    *,
+    state_dtype: torch.dtype | None = None,
 ) -> Optimizer:
     """Stochastic gradient descent, as `torch.optim.SGD` does it.
 
@@ -43,6 +45,8 @@ def sgd(
         dampening: in [0, 1].
         weight_decay: L2 penalty, >= 0.
         nesterov: looks ahead; needs momentum and no dampening.
+        state_dtype: what the momentum buffers are kept in, rounded once an update; None for the dtype of the
+            arithmetic. What it costs: docs/optimizers.md.
 
     Returns:
         An `Optimizer`. With an lr that is a number its `step` equals
@@ -62,6 +66,7 @@ def sgd(
     dampening = check_unit_interval(dampening, "dampening", closed=True)
     weight_decay = check_non_negative(weight_decay, "weight_decay")
     check_bool(nesterov, "nesterov")
+    check_state_dtype(state_dtype)
     if nesterov and (momentum == 0 or dampening != 0):
         raise ValueError("nesterov: found True, expected momentum above 0 and dampening 0 with it.")
 
@@ -95,4 +100,4 @@ def sgd(
         run_sgd(params, grads, buffers, kernel_rate(lr, count), momentum, weight_decay, nesterov, divisor, skip)
 
     # With dampening the first step differs, and the host may not ask whether this is the first: no kernel.
-    return leafwise(SGDState, [zeros] if momentum else [], rule, None if dampening else kernel)
+    return leafwise(SGDState, [state_dtype] if momentum else [], rule, None if dampening else kernel)

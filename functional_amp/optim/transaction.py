@@ -14,7 +14,7 @@ from functional_amp.mode import mode, one_unless, stage
 from functional_amp.optim.base import Optimizer, matched, members, step_with
 from functional_amp.selection import select
 from functional_amp.tree import PyTree, map_tensors
-from functional_amp.values.grads import ScaledGrads, is_valid_divisor
+from functional_amp.values.grads import ScaledGrads, check_not_stacked, is_valid_divisor
 
 
 class Stepped(NamedTuple):
@@ -64,6 +64,7 @@ def maybe_step(
     check_flag(finite)
     divisor = None
     if isinstance(grads, ScaledGrads):
+        check_not_stacked(grads, "maybe_step: grads")
         divisor = grads.scale * grads.weight  # 0 without weight, and then not applied
         finite = like(finite, divisor) & is_valid_divisor(divisor)
         grads = grads.tree

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
+from functional_amp.engine.frozen import call
 from functional_amp.engine.loans import lending
 from functional_amp.engine.random import random_state
 from functional_amp.mode import finite_cotangents, in_graph, normal, stage, zero_stays_zero
@@ -20,6 +21,7 @@ from functional_amp.stages.differentiate import (
     record_loss,
     recording,
 )
+from functional_amp.stages.freeze import frozen_leaves
 from functional_amp.torch_private import torch_pytree
 from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
@@ -50,7 +52,7 @@ def scale_backward(
         loss_fn: `loss_fn(params, *batch)` returns a scalar tensor or a `Loss`.
         scaler: gives the scale; it is not changed.
         params: a pytree of tensors. Float and complex leaves are differentiated; integer and bool
-            leaves and None have no gradient (None).
+            leaves, leaves that `freeze` names and None have no gradient (None).
         batch: whatever the loss function takes after the parameters.
         weight: the weight of this micro-batch, where the loss function returns a plain scalar.
         backend: "func" is `torch.func.grad_and_value`. "autograd" gives the same values through the
@@ -169,7 +171,8 @@ class ScaledLoss:
         if in_graph():
             _look_at_floats(batch)
         self._flat = flatten_tensors(params, "params")
-        self._wanted = [index for index, leaf in enumerate(self._flat.leaves) if is_differentiable(leaf)]
+        kept = frozen_leaves(loss_fn, params, self._flat.leaves)
+        self._wanted = [i for i, leaf in enumerate(self._flat.leaves) if is_differentiable(leaf) and not kept[i]]
         if not self._wanted:
             found = {
                 path: str(leaf.dtype)
@@ -178,7 +181,7 @@ class ScaledLoss:
             }
             raise TypeError(
                 f"params: found no floating-point leaf to differentiate, only {found or 'an empty tree'}. "
-                "Cast the parameters to float32, or pass the tree that holds them."
+                "Cast the parameters to float32, or pass the tree that holds them; leave some out of freeze."
             )
         self.guarded = self._batch, self._scale = finite_cotangents((batch, normal(scaler.scale)))
         self._structure: list[Any] = []
@@ -189,9 +192,9 @@ class ScaledLoss:
         """Of all leaves of a tree like the parameters, those that are differentiated."""
         return [leaves[index] for index in self._wanted]
 
-    def tree(self, leaves: list[Any]) -> PyTree:
-        """A tree like the parameters, with None where nothing is differentiated."""
-        every: list[Any] = [None] * len(self._flat.leaves)
+    def tree(self, leaves: list[Any], others: list[Any] | None = None) -> PyTree:
+        """A tree like the parameters, with the leaf of `others`, or None, where nothing is differentiated."""
+        every: list[Any] = [None] * len(self._flat.leaves) if others is None else list(others)
         for index, leaf in zip(self._wanted, leaves, strict=True):
             every[index] = leaf
         return self._flat.unflatten(every)
@@ -201,7 +204,7 @@ class ScaledLoss:
         every = list(self._flat.leaves)
         for index, leaf in zip(self._wanted, leaves, strict=True):
             every[index] = leaf
-        loss = as_loss(self.loss_fn(self._flat.unflatten(every), *self._batch), self._weight)
+        loss = as_loss(call(self.loss_fn, self._flat.unflatten(every), *self._batch), self._weight)
         self.may_be_constant = is_zero(loss.weight)
         # A half-precision loss times the scale would overflow: 65504 is its largest number.
         value = loss.value.to(accumulation_dtype(loss.value.dtype))
@@ -236,5 +239,5 @@ class ScaledLoss:
         if grad.layout != torch.strided:
             raise TypeError(
                 f"loss_fn: found a sparse gradient ({grad.layout}) at {self.path(place)!r}, "
-                "expected a strided one. Use Embedding(sparse=False), or call .to_dense() in the loss function."
+                "expected a strided one. Use Embedding(sparse=False); an autograd.Function returns grad.to_dense()."
             )

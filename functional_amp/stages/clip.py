@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import LARGEST, check_number
-from functional_amp.dtypes import accumulation_dtype, is_differentiable, like, scalar_dtype
+from functional_amp.dtypes import accumulation_dtype, is_differentiable, like, scalar_dtype, widened
 from functional_amp.engine.norm import Norm, norm_of
-from functional_amp.mode import mode, stage, stop_gradient_where
+from functional_amp.mode import mode, one_of_many, stage, stop_gradient_where
 from functional_amp.registry import with_fields
 from functional_amp.stages.unscale import all_finite, gradient_leaves
 from functional_amp.tree import PyTree, flatten_tensors
-from functional_amp.values.grads import ScaledGrads, check_plain, denominator
+from functional_amp.values.grads import ScaledGrads, check_not_stacked, check_plain, denominator
 
 
 class Clipped(NamedTuple):
@@ -61,8 +61,8 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
 
         grads = grads * max_norm / (norm + eps) if norm > max_norm else grads
 
-    On ScaledGrads this changes the carried scale alone, and no gradient is touched:
-    `clip(unscale(g))` and `unscale(clip(g))` agree up to rounding.
+    On ScaledGrads this changes the carried scale alone, and no gradient is touched (under torch.func
+    transforms the gradients are multiplied): `clip(unscale(g))` and `unscale(clip(g))` agree up to rounding.
 
     Args:
         grads: ScaledGrads or a pytree of tensors (a bare tensor is one).
@@ -79,7 +79,8 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
 
     Raises:
         TypeError: for a leaf that is not a tensor, a number that is not one.
-        ValueError: for a max_norm that is zero, negative or NaN, a norm_type below 1, an eps below 0.
+        ValueError: for a max_norm that is zero, negative or NaN, a norm_type below 1, an eps below 0, and for
+            ScaledGrads that vmap has stacked: clip inside the vmap.
 
     The formula is that of Pascanu et al. 2013, https://arxiv.org/abs/1211.5063.
 
@@ -108,6 +109,11 @@ def _clipped(grads: ScaledGrads, norm: Norm, max_norm: float | None, eps: float)
     if max_norm is None:
         return grads
     coefficient = _coefficient(norm, norm.value(), max_norm, eps)
+    if one_of_many():
+        # Each example has its own coefficient: in the scale, it would be lost where somebody averages the trees.
+        flat = flatten_tensors(grads.tree, "grads")
+        leaves = [_multiplied(widened(leaf), coefficient) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
+        return with_fields(grads, tree=flat.unflatten(leaves))
     # The product of scale and weight is what counts: for weights of one or two bits it comes out rounded once.
     divisor = denominator(grads).to(scalar_dtype(grads.scale.device))
     divisor = (divisor / like(coefficient, divisor)).to(norm.value().dtype)
@@ -116,6 +122,7 @@ def _clipped(grads: ScaledGrads, norm: Norm, max_norm: float | None, eps: float)
 
 
 def _scaled_norm(grads: ScaledGrads, norm_type: float) -> Norm:
+    check_not_stacked(grads, "grads")
     leaves, divisor = gradient_leaves(grads.tree), denominator(grads)
     if mode() == "transform":
         bad = ~all_finite(grads)

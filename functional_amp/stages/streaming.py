@@ -156,7 +156,7 @@ def _streamed(
     weight = weight_tensor(loss_weight, scaler.scale)
     grads = new(
         ScaledGrads,
-        tree=scaled_loss.tree(sums),
+        tree=scaled_loss.tree(sums, None if total is None else flatten(total.tree).leaves),
         scale=scaler.scale if total is None else total.scale,
         weight=weight if total is None else total.weight if aux.reduction == "sum" else total.weight + weight,
     )

@@ -12,7 +12,14 @@ from functional_amp.dtypes import divided, is_differentiable, is_finite, like, n
 from functional_amp.engine.norm import max_abs
 from functional_amp.mode import stage, stop_gradient_where
 from functional_amp.tree import PyTree, flatten_tensors
-from functional_amp.values.grads import ScaledGrads, check_plain, check_scaled, denominator, is_valid_divisor
+from functional_amp.values.grads import (
+    ScaledGrads,
+    check_not_stacked,
+    check_plain,
+    check_scaled,
+    denominator,
+    is_valid_divisor,
+)
 
 
 class Unscaled(NamedTuple):
@@ -39,6 +46,7 @@ def all_finite(grads: ScaledGrads | PyTree, *, norm: Tensor | None = None) -> Te
 
     Raises:
         TypeError: for a leaf that is not a tensor.
+        ValueError: for ScaledGrads that vmap has stacked.
 
     >>> import torch
     >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
@@ -47,6 +55,7 @@ def all_finite(grads: ScaledGrads | PyTree, *, norm: Tensor | None = None) -> Te
     if not isinstance(grads, ScaledGrads):
         check_plain(grads, "grads")
         return is_finite(max_abs(gradient_leaves(grads)) if norm is None else norm)
+    check_not_stacked(grads, "all_finite: grads")
     divisor = denominator(grads)
     if norm is not None and norm.dtype != torch.float64:  # a float64 norm can hide a float32 leaf that overflows
         return like(is_finite(norm), divisor) & is_valid_divisor(divisor)
@@ -69,6 +78,7 @@ def unscale(grads: ScaledGrads) -> Unscaled:
 
     Raises:
         TypeError: for gradients that carry no scale: they are unscaled already.
+        ValueError: for ScaledGrads that vmap has stacked: call unscale inside the vmap.
 
     >>> import torch
     >>> unscale(ScaledGrads({"w": torch.tensor([24.0])}, scale=8.0, weight=3.0))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from functional_amp.checks import check_number
 from functional_amp.dtypes import is_differentiable
+from functional_amp.engine.frozen import frozen_by, show
 from functional_amp.registry import with_fields
 from functional_amp.tree import flatten, paths
 from functional_amp.values.grads import Loss, as_loss, check_loss_fn
@@ -35,6 +36,7 @@ class Faulty:
     ):
         self.loss_fn, self.leaf, self.micro_batch, self.rank = loss_fn, leaf, micro_batch, rank
         self.value, self.index, self.calls = value, index, 0
+        show(self, frozen_by(loss_fn))
 
     def __call__(self, params: Any, *batch: Any) -> Any:
         hit = self._hit(batch)

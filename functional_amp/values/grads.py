@@ -185,11 +185,22 @@ def weight_tensor(weight: float | Tensor, scale: Tensor) -> Tensor:
 
 
 def check_scaled(grads: Any, what: str) -> None:
-    """Raises TypeError unless the gradients carry their scale."""
+    """Raises TypeError unless the gradients carry their scale, ValueError for a stack of them."""
     if not isinstance(grads, ScaledGrads):
         raise TypeError(
             f"{what}: found {type(grads).__name__}, expected ScaledGrads. Take it from scale_backward or accumulate, "
             "or write ScaledGrads(tree, scale, weight); gradients without a scale are unscaled already."
+        )
+    check_not_stacked(grads, what)
+
+
+def check_not_stacked(grads: ScaledGrads, what: str) -> None:
+    """Raises ValueError for ScaledGrads that vmap has stacked: each has its own units."""
+    if grads.scale.dim() or grads.weight.dim():
+        raise ValueError(
+            f"{what}: found ScaledGrads stacked by vmap, with a scale of shape {tuple(grads.scale.shape)}, expected "
+            "a 0-dim one: each in the stack has units of its own. Call unscale inside the vmap and sum what it gives, "
+            "or call the stage itself inside the vmap."
         )
 
 
