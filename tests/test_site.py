@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PUBLIC = ("functional_amp", "functional_amp.debug", "functional_amp.testing")
+PUBLIC = ("functional_amp", "functional_amp.ranks", "functional_amp.debug", "functional_amp.testing")
 PHONE = {"width": 375, "height": 667}
 
 
