@@ -47,10 +47,10 @@ class Options:
     device: str
     seed: int
     compile: bool
-    explain: bool
     parallel: str | None
     save: Path | None
     resume: bool
+    explain: bool
     out: Path
 
 
@@ -67,10 +67,10 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     add("--device", type=_device, help="cpu, cuda or cuda:N; by default CUDA where there is any")
     add("--seed", type=_whole(0), default=0, metavar="N", help="of parameters, data and dropout; by default 0")
     add("--compile", action="store_true", help="compile both halves of the step: a slow start, then faster")
-    add("--explain", action="store_true", help="at the first overflow, print all that is known of it, not one line")
     add("--parallel", choices=("ddp", "fsdp"), help="under torchrun: whole parameters on each process, or a part")
     add("--save", type=Path, metavar="FILE", help="write the state there: at the end, on SIGTERM, at each validation")
     add("--resume", action="store_true", help="go on from the file of --save, where there is one")
+    add("--explain", action="store_true", help="at the first overflow, print all that is known of it, not one line")
     add("--out", type=_png, default="train_gpt.png", metavar="PNG", help="the picture, by default train_gpt.png")
     given = vars(parser.parse_args(arguments))
     if given["resume"] and not given["save"]:

@@ -88,13 +88,21 @@ class Report:
         return self.updates == self.steps
 
     def read(self, history: History, explain: Explain | None) -> None:
-        """Reads the history of all updates so far, and moves the bar. The first skipped update is explained."""
+        """Reads the history of all updates so far, and moves the bar. The first skipped update is explained.
+
+        Args:
+            explain: None on several processes: one of them alone can't run the update again.
+        """
         explained = bool(self.skipped)
         self.columns = history.to_dict()
-        if self.skipped and not explained and explain:
+        if self.skipped and not explained:
             update = self.skipped[0]
-            why = explain(update, self.columns["scale"][update - 1])
-            self._say(f"update {update:4}  skipped:" + (f"\n{why}" if self.long else f" {why.summary}"), "cyan")
+            scale = self.columns["scale"][update - 1]
+            reason = f" inf or NaN at scale {_power(scale)}"
+            if explain is not None:
+                why = explain(update, scale)
+                reason = f"\n{why}" if self.long else f" {why.summary}"
+            self._say(f"update {update:4}  skipped:{reason}", "cyan")
         self.bar.update(self._task, completed=self.updates, description=self._figures())
 
     def validated(self, loss: float) -> None:

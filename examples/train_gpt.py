@@ -105,7 +105,8 @@ def train(options: Options, stop: Tensor, parallel: Parallel = ALONE) -> Report:
     report = Report(name, options.dtype, options.steps - done, byte_entropy(validation), options.explain)
     recent = Recent(step, state, 1)
     with report.bar:
-        for update, window in enumerate(windows, done + 1):
+        for count, window in enumerate(windows, 1):
+            update = done + count
             seed = options.seed + update + 2**20 * parallel.rank
             recent.add(window, seed)
             state, metrics = step(state, window, seed=seed)
@@ -114,7 +115,7 @@ def train(options: Options, stop: Tensor, parallel: Parallel = ALONE) -> Report:
             validating = stopping or update % max(1, options.steps // VALIDATIONS) == 0
             if validating or update % READ_EVERY == 0:
                 report.read(history, recent.explain if mesh is None else None)
-                recent = Recent(step, state, report.updates + 1)
+                recent = Recent(step, state, count + 1)
                 fa.check_progress(state)
             if validating:
                 report.validated(validation_loss())

@@ -21,7 +21,7 @@ from functional_amp.optim.base import Optimizer, check_optimizer
 from functional_amp.optim.transaction import maybe_step
 from functional_amp.precision import cast_floating, check_dtype
 from functional_amp.ranks.agree import naming_ranks, over_ranks
-from functional_amp.ranks.mesh import Ranks, as_ranks, inner_groups, loss_groups
+from functional_amp.ranks.mesh import Inner, Ranks, as_ranks, inner_groups, loss_groups
 from functional_amp.registry import with_fields
 from functional_amp.selection import select
 from functional_amp.stages.accumulate import alike
@@ -77,7 +77,7 @@ class Step:
     _backend: Backend = field(init=False, repr=False)
     _runs: Runs = field(init=False, repr=False)
     _ranks: Ranks | None = field(init=False, repr=False)
-    _inner: frozenset[str] = field(init=False, repr=False)
+    _inner: Inner = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_loss_fn(self.loss_fn)

@@ -181,6 +181,25 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+@torch.compiler.assume_constant_result
+def ranks_of_group(name: str) -> tuple[int, ...]:
+    """The ranks of a process group, by its name; a graph takes them for constant."""
+    from torch.distributed import distributed_c10d
+
+    return tuple(distributed_c10d.get_process_group_ranks(distributed_c10d._resolve_process_group(cast(Any, name))))
+
+
 def root_mesh(mesh: Any) -> Any:
     """The mesh of all dimensions that a dimension was sliced out of."""
     return mesh._get_root_mesh()
+
+
+def part_of_dtensor(part: Tensor, like: Any) -> Any:
+    """A part as the DTensor that another one is, without the checks of `from_local`, which take ten times as long."""
+    from torch.distributed.tensor import DTensor
+
+    if torch.compiler.is_compiling() or part.dtype != like.dtype or part.requires_grad:
+        mesh, placements = like.device_mesh, like.placements
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    make: Any = DTensor
+    return make(part, like._spec, requires_grad=False)

@@ -27,8 +27,6 @@ class Setup:
     compute_dtype: torch.dtype | None = None
     backend: Any = "auto"
     max_norm: float | None = 0.3
-    gather: torch.dtype | None = None
-    gather_per_module: bool = True
 
 
 def model() -> nn.Module:
@@ -135,12 +133,12 @@ def sharded_run(rank: int, windows: Any, setup: Setup, kind: str = "fsdp") -> An
         inner = mesh["shard"]
     else:
         mesh = inner = init_device_mesh("cpu", (ranks,))
-    apply, params, _ = fa.from_module(model(), gather=setup.gather or torch.float32)
+    apply, params, _ = fa.from_module(model(), gather=torch.float32)
     params = shard(params, mesh)
     if kind == "mixed":
         params["4.weight"], params["4.bias"] = params["4.weight"].full_tensor(), params["4.bias"].full_tensor()
     optimizer = optimizer_of(setup.optimizer)
-    loss_fn = sharded(loss_of(apply, setup.gather or torch.float32), inner)
+    loss_fn = sharded(loss_of(apply, torch.float32), inner)
     step = fa.make_step(loss_fn, optimizer, mesh=mesh, **options(setup))
     return run(rank, step, fa.init_state(params, optimizer, scaler()), windows)
 

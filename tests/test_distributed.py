@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
+import random
 import re
 import signal
 import time
@@ -53,6 +56,47 @@ def test_data_parallel_ranks_agree_with_one_process(tmp_path, ranks, setup, seed
     for other in results[1:]:
         assert_same_bits(other, results[0])
     close(results[0], single(windows, setup))
+
+
+def random_setups(seed: int, n: int) -> list[tuple[str, int, Setup]]:
+    """A kind of parallelism, the seed of its windows, and options of a run on four ranks."""
+    chance = random.Random(seed)
+    setups = []
+    for index in range(n):
+        kind = chance.choice(["data parallel", "fsdp", "mixed", "hsdp"])
+        plain = kind == "data parallel"
+        setup = Setup(
+            optimizer=chance.choice(["adamw", "sgd", "partition"]),
+            donate=chance.random() < 0.5,
+            compute_dtype=chance.choice([None, torch.bfloat16]) if plain else None,
+            backend=chance.choice(["auto", "func", "autograd"]) if plain else "auto",
+            max_norm=chance.choice([None, 0.1, 0.5, math.inf]),
+        )
+        setups.append((kind, seed * n + index, setup))
+    return setups
+
+
+def of_kind(kind: str, seed: int) -> Any:
+    return windows_of(seed, 4, 4, even=kind != "data parallel")
+
+
+def several(rank: int, setups: Any) -> Any:
+    results = []
+    for kind, seed, setup in setups:
+        run = data_parallel if kind == "data parallel" else functools.partial(sharded_run, kind=kind)
+        results.append(run(rank, of_kind(kind, seed), setup))
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_random_configurations_agree_with_one_process(tmp_path, seed):
+    setups = random_setups(seed, 8)
+    ranks = on_ranks(several, tmp_path, 4, setups, limit=240)
+    for index, (kind, window_seed, setup) in enumerate(setups):
+        for other in ranks[1:]:
+            assert_same_bits(other[index], ranks[0][index])
+        close(ranks[0][index], single(of_kind(kind, window_seed), setup))
 
 
 SHARDED = [
@@ -334,7 +378,7 @@ def step_alone(state: fa.TrainState) -> fa.TrainState:
 MESSAGES = [
     r"RuntimeError: update: found ranks that have closed different numbers of windows.*ranks have \[0.0, 1.0\]",
     r"RuntimeError: loss_fn: found ranks that hand out different numbers of aux elements.*weight=0.*\[0.0, 1.0\]",
-    r"TypeError: params: found 'w' sharded over ranks.*Use make_step\(sharded\(loss_fn, mesh\)",
+    r"TypeError: params: found 'w' sharded over the ranks.*Use make_step\(sharded\(loss_fn, mesh\)",
     r"ValueError: backend: found 'func' with sharded parameters.*Use backend='autograd'",
     r"ValueError: backend: found 'func' with sharded parameters",
     r"ValueError: mesh: found a mesh without the dimensions that sharded",

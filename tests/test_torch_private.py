@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
@@ -453,6 +454,31 @@ def test_assert_on_device_raises_in_a_graph_too(fresh_dynamo):
         function(torch.tensor(True))
         with pytest.raises(RuntimeError, match="not at one window"):
             function(torch.tensor(False))
+
+
+def test_part_of_dtensor_is_what_from_local_makes(alone):
+    # When it moves, the new state of a sharded run has other shapes, or none.
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    like = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    for dtype in (torch.float32, torch.bfloat16):
+        part = torch.arange(8.0).reshape(4, 2).to(dtype)
+        made, expected = private.part_of_dtensor(part, like), DTensor.from_local(part, mesh, [Shard(0)])
+        with torch.no_grad():
+            assert made.to_local().data_ptr() == part.data_ptr()
+        assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert made.placements == expected.placements and made.full_tensor().equal(part)
+        assert (made + expected).full_tensor().equal(2 * part)
+
+
+def test_ranks_of_group_are_its_own_and_constant_in_a_graph(alone, fresh_dynamo):
+    # When it moves, a sharded leaf is summed over the ranks that hold its other parts.
+    name = torch.distributed.init_device_mesh("cpu", (1,)).get_group().group_name
+
+    def first(x):
+        return x + private.ranks_of_group(name)[0]
+
+    assert private.ranks_of_group(name) == (0,)
+    assert torch.compile(first, fullgraph=True, backend="eager")(torch.ones(1)) == 1
 
 
 def test_root_mesh_has_all_dimensions(alone):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from functional_amp.torch_private import all_gathered, all_reduced
+from functional_amp.torch_private import all_gathered, all_reduced, part_of_dtensor
 from functional_amp.tree import PyTree, flatten, map_tensors
 
 
@@ -35,6 +35,8 @@ def local(leaf: Any) -> Any:
     """The part of a leaf that this process holds, in the leaf's own memory; a plain leaf as it is."""
     if not is_sharded(leaf):
         return leaf
+    if not torch.is_grad_enabled():
+        return leaf.to_local()
     with torch.no_grad():  # the very tensor then, and no view of it
         return leaf.to_local()
 
@@ -50,11 +52,7 @@ def sharded_like(part: Any, leaf: Any) -> Any:
         return part
     if part is local(leaf):
         return leaf
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
-    )
+    return part_of_dtensor(part, leaf)
 
 
 def all_sharded_like(parts: PyTree, tree: PyTree) -> PyTree:

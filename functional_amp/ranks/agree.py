@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like, scalar_dtype
 from functional_amp.mode import host_readable
-from functional_amp.ranks.mesh import Ranks
+from functional_amp.ranks.mesh import Inner, Ranks
 from functional_amp.ranks.reduce import buffers_over, summed_over
 from functional_amp.registry import new, with_fields
 from functional_amp.torch_private import all_gathered, assert_on_device
@@ -35,7 +35,7 @@ class OverRanks(NamedTuple):
 
 
 def over_ranks(
-    ranks: Ranks, inner: frozenset[str], state: TrainState, storage: Any, compute_dtype: torch.dtype | None
+    ranks: Ranks, inner: Inner, state: TrainState, storage: Any, compute_dtype: torch.dtype | None
 ) -> OverRanks:
     """The state with the sum of all ranks' windows, which is the same on each of them.
 
@@ -64,7 +64,7 @@ def over_ranks(
     every = rows.reshape(-1, vector.numel())
     _check({name: every[:, place] for place, name in enumerate(names)})
     for dim, group in enumerate(ranks.groups):
-        if group.name in inner:
+        if group.ranks in inner:
             first = rows.narrow(dim, 0, 1)
             _check_inner(rows[..., names.index("scale")], first[..., names.index("scale")])
             rows = first
@@ -76,7 +76,7 @@ def over_ranks(
     weight = torch.where((column["reduction"] == 2).any(), column["weight"].amax(), total).to(torch.float32)
     share = grads.weight / torch.where(total == 0, 1, total).to(torch.float32)
     chosen = rows.index_select(0, column["scaler"].argmin().reshape(1))[0, len(names) :]
-    outer = [group for group in ranks.groups if group.name not in inner]
+    outer = [group for group in ranks.groups if group.ranks not in inner]
     tree = summed_over(
         grads.tree,
         ranks.groups,

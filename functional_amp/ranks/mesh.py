@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from functional_amp.checks import check_flag
+from functional_amp.torch_private import ranks_of_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class Group(NamedTuple):
-    """The process group of one dimension of a mesh, by its name: what a compiled graph can hold."""
+    """The process group of one dimension of a mesh, by its name: what a compiled graph can hold.
+
+    Attributes:
+        ranks: by these, groups are told apart: torch takes two meshes of the same ranks for one, and may give a
+            DTensor the groups of either.
+    """
 
     name: str
     size: int
+    ranks: tuple[int, ...]
+
+
+Inner: TypeAlias = frozenset[tuple[int, ...]]
+"""The ranks of the groups over which a loss sums by itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +77,8 @@ def groups_of(mesh: Any) -> tuple[Group, ...]:
             f"mesh: found {type(mesh).__name__}, expected a DeviceMesh. "
             'Write init_device_mesh("cpu", (world_size,)), after init_process_group.'
         )
-    return tuple([Group(mesh.get_group(dim).group_name, mesh.size(dim)) for dim in range(mesh.ndim)])
+    names = [mesh.get_group(dim).group_name for dim in range(mesh.ndim)]
+    return tuple([Group(name, mesh.size(dim), ranks_of_group(name)) for dim, name in enumerate(names)])
 
 
 def as_ranks(mesh: Any) -> Ranks | None:
@@ -74,19 +86,19 @@ def as_ranks(mesh: Any) -> Ranks | None:
     return mesh if mesh is None or isinstance(mesh, Ranks) else Ranks(mesh)
 
 
-def inner_groups(loss_fn: Any, ranks: Ranks) -> frozenset[str]:
+def inner_groups(loss_fn: Any, ranks: Ranks) -> Inner:
     """The groups over which the loss sums by itself: those of the mesh that `sharded` was given.
 
     Raises:
         ValueError: for a `sharded` loss over ranks that the step does not know.
     """
-    names = frozenset([group.name for group in loss_groups(loss_fn)])
-    if not names <= {group.name for group in ranks.groups}:
+    inner = frozenset([group.ranks for group in loss_groups(loss_fn)])
+    if not inner <= {group.ranks for group in ranks.groups}:
         raise ValueError(
             "mesh: found a mesh without the dimensions that sharded(loss_fn, mesh) was given, expected all of them. "
             "Pass make_step the whole mesh, and sharded the dimensions that the parameters are sharded on."
         )
-    return names
+    return inner
 
 
 def loss_groups(loss_fn: Callable[..., Any]) -> tuple[Group, ...]:

@@ -12,8 +12,8 @@ from functional_amp.dtypes import accumulation_dtype, is_differentiable, like, w
 from functional_amp.engine.sharded import is_sharded, local, sharded_like, without_partial
 from functional_amp.engine.storage import FRESH, Storage
 from functional_amp.mode import host_readable
-from functional_amp.ranks.mesh import Group
-from functional_amp.torch_private import all_gathered, all_reduced
+from functional_amp.ranks.mesh import Group, Inner
+from functional_amp.torch_private import all_gathered, all_reduced, ranks_of_group
 from functional_amp.tree import PyTree, flatten, paths
 
 BUCKET = 25 * 2**20
@@ -24,7 +24,7 @@ def summed_over(
     tree: PyTree,
     groups: Sequence[Group],
     *,
-    inner: frozenset[str] = frozenset(),
+    inner: Inner = frozenset(),
     ratio: Tensor | None = None,
     dtype: torch.dtype | None = None,
     storage: Storage = FRESH,
@@ -35,7 +35,7 @@ def summed_over(
 
     Args:
         groups: the dimensions of the mesh; all ranks of it call.
-        inner: the names of those over which the loss sums by itself.
+        inner: those over which the loss sums by itself.
         ratio: what this rank's leaves are multiplied by first; None for 1.
         dtype: what real leaves of at most 32 bits are sent as; None for their own.
         storage: where the sums lie.
@@ -49,13 +49,13 @@ def summed_over(
     for index, leaf in enumerate(leaves):
         if not is_differentiable(leaf):
             continue
-        own: frozenset[str] = frozenset()
+        own: Inner = frozenset()
         if is_sharded(leaf):
             wholes[index] = leaf = without_partial(leaf)
             own = _sharded_over(leaf)
-            if strange := own.intersection([group.name for group in groups]) - inner:
-                _refuse(paths(tree)[index], leaf, strange)
-        over = tuple([group for group in groups if group.name not in own])
+            if strange := own.intersection([group.ranks for group in groups]) - inner:
+                _refuse(paths(tree)[index], strange)
+        over = tuple([group for group in groups if group.ranks not in own])
         leaves[index] = local(leaf)
         kinds.setdefault((over, leaf.dtype, leaf.device), []).append(index)
     if ratio is not None and host_readable(ratio) and ratio == 1:
@@ -68,15 +68,15 @@ def summed_over(
     return flat.unflatten([sharded_like(part, whole) for part, whole in zip(leaves, wholes, strict=True)])
 
 
-def _sharded_over(leaf: Any) -> frozenset[str]:
+def _sharded_over(leaf: Any) -> Inner:
     mesh = leaf.device_mesh
-    return frozenset([mesh.get_group(dim).group_name for dim in range(mesh.ndim)])
+    return frozenset([ranks_of_group(mesh.get_group(dim).group_name) for dim in range(mesh.ndim)])
 
 
-def _refuse(path: str, leaf: Any, strange: frozenset[str]) -> None:
+def _refuse(path: str, strange: Inner) -> None:
     raise TypeError(
-        f"params: found {path!r} sharded over ranks that the step sums over, with a loss of each rank's own items; "
-        "expected a loss of the items of all of them, as its backward sums over these ranks. "
+        f"params: found {path!r} sharded over the ranks {sorted(strange)} that the step sums over, with a loss of each "
+        "rank's own items; expected a loss of the items of all of them, as its backward sums over these ranks. "
         "Use make_step(sharded(loss_fn, mesh), ...), from functional_amp.ranks."
     )
 

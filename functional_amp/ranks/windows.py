@@ -12,7 +12,7 @@ from functional_amp.engine.sharded import whole as whole_leaf
 from functional_amp.engine.storage import FRESH
 from functional_amp.precision import cast_floating
 from functional_amp.ranks.agree import over_ranks
-from functional_amp.ranks.mesh import Ranks, as_ranks, inner_groups
+from functional_amp.ranks.mesh import Inner, Ranks, as_ranks, inner_groups
 from functional_amp.registry import with_fields
 from functional_amp.torch_private import all_gathered
 from functional_amp.tree import PyTree, map_tensors
@@ -72,7 +72,7 @@ def part_window(step: Any, state: TrainState) -> TrainState:
     if window is None:
         return state
     places = list(zip(ranks.groups, coordinate, strict=True))
-    if any([place != 0 for group, place in places if group.name not in inner]):
+    if any([place != 0 for group, place in places if group.ranks not in inner]):
         return with_fields(state, window=None)
     if all([place == 0 for _, place in places]):
         return state
@@ -92,7 +92,7 @@ def whole(tree: PyTree) -> PyTree:
         return map_tensors(lambda leaf: whole_leaf(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _ranks_of(step: Any) -> tuple[Ranks, frozenset[str]]:
+def _ranks_of(step: Any) -> tuple[Ranks, Inner]:
     ranks = as_ranks(step.mesh)
     if ranks is None:
         raise ValueError("step: found no mesh, expected one. Use make_step(..., mesh=mesh) on several ranks.")
