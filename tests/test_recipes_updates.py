@@ -94,7 +94,8 @@ def test_the_average_of_half_precision_parameters_is_float32():
     """0.999 * 1 + 0.001 * 1.0078125 is 1 in bfloat16, and the average would never move."""
     optimizer = fa.chain(fa.ema(0.999), fa.sgd(1.0))
     params = {"w": torch.ones(1, dtype=torch.bfloat16)}
-    _, state = optimizer.step({"w": torch.tensor([-0.0078125])}, optimizer.init(params), params)
+    grads = {"w": torch.tensor([-0.0078125])}
+    _, state = fa.maybe_step(optimizer, params, optimizer.init(params), grads, torch.tensor(True))
     torch.testing.assert_close(state[0].average["w"], torch.tensor([1 + 0.001 * 0.0078125]), rtol=1e-7, atol=0)
 
 
