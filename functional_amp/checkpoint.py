@@ -106,10 +106,7 @@ def load_state_dict(template: TrainState, flat: Mapping[str, Tensor]) -> TrainSt
     >>> load_state_dict(template, state_dict(state)).params
     {'w': tensor([1., 1.])}
     """
-    if not isinstance(template, TrainState):
-        raise TypeError(
-            f"template: found {type(template).__name__}, expected a TrainState. Remedy: pass init_state(...) first."
-        )
+    check_template(template)
     if not isinstance(flat, Mapping):
         raise TypeError(
             f"flat: found {type(flat).__name__}, expected the dict that state_dict gave. "
@@ -226,3 +223,11 @@ def _one_scale(state: TrainState) -> TrainState:
     if window is None or not torch.equal(window.grads.scale, scale):
         return state
     return with_fields(state, window=with_fields(window, grads=with_fields(window.grads, scale=scale)))
+
+
+def check_template(template: object) -> None:
+    """Raises TypeError for anything but a `TrainState`."""
+    if not isinstance(template, TrainState):
+        raise TypeError(
+            f"template: found {type(template).__name__}, expected a TrainState. Remedy: pass init_state(...) first."
+        )

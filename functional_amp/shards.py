@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_amp.checkpoint import load_state_dict, state_dict, with_window_of
+from functional_amp.checkpoint import check_template, load_state_dict, state_dict, with_window_of
 from functional_amp.values.state import TrainState
 
 
@@ -27,8 +27,16 @@ def load_shards(folder: str | Path, template: TrainState) -> tuple[TrainState, d
         The state, and the entries under `extra/`. An open window is on all ranks: see `part_window`.
 
     Raises:
+        FileNotFoundError: for a folder without a checkpoint, or with half of one.
+        TypeError: for a template that is not a `TrainState`.
         ValueError: naming every difference between the two.
     """
+    check_template(template)
+    if not Path(folder, ".metadata").is_file():
+        raise FileNotFoundError(
+            f"{folder}: found no .metadata, expected a folder that torch.distributed.checkpoint.save wrote to its end. "
+            "Remedy: pass its checkpoint_id; load(path) reads what save(path, flat) wrote."
+        )
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -154,7 +154,7 @@ def test_a_graph_that_can_not_be_made_leaves_the_donated_state_as_it_was():
     assert state.applied.item() == 1
 
 
-def test_a_graph_that_raises_while_it_runs_loses_what_it_may_have_written():
+def test_a_graph_that_raises_while_it_runs_loses_the_window_that_it_may_have_written():
     def broken(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         def run(*args: Any) -> Any:
             raise MemoryError
@@ -167,7 +167,28 @@ def test_a_graph_that_raises_while_it_runs_loses_what_it_may_have_written():
     failing = fa.make_step(lambda p, x: (p * x).sum(), optimizer, donate=True, compile={"backend": broken})
     with pytest.raises(MemoryError):
         failing.update(state)
-    with pytest.raises(RuntimeError, match="lost"):
+    with pytest.raises(RuntimeError, match="open window, which is lost"):
+        _ = state.window
+    assert state.params.tolist() == [1.0, 1.0]  # no write to them had been announced
+
+
+@torch.library.custom_op("functional_amp_tests::failing_update", mutates_args=())
+def failing_update(grad: Tensor) -> Tensor:
+    raise MemoryError
+
+
+failing_update.register_fake(torch.empty_like)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_a_graph_that_raises_after_it_has_announced_its_writes_loses_the_state():
+    def update(grads: Tensor, opt_state: Any, params: Tensor) -> Any:
+        return failing_update(grads), opt_state
+
+    step = fa.make_step(lambda p, x: (p * x).sum(), fa.Optimizer(lambda params: (), update), donate=True, compile=AOT)
+    state = fa.init_state(torch.ones(2), step.optimizer)
+    with pytest.raises(MemoryError):
+        step(state, [torch.ones(2)])
+    with pytest.raises(RuntimeError, match=r"is lost.*begun to write"):
         _ = state.params
 
 

@@ -867,7 +867,7 @@ row(
         cast(Any, torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), 1))
     ),
     TypeError,
-    "lr: found StepLR … A scheduler of torch.optim is none … from_torch_schedule",
+    "lr: found StepLR … Of a scheduler of torch.optim … from_torch_schedule",
 )
 
 # Schedules
@@ -1396,6 +1396,18 @@ for _name, _call, _error, _message in (
         "flat: found TrainState … state_dict(state)",
     ),
     ("save: a sparse tensor", lambda i: fa.save("x", {"a": SPARSE}), TypeError, "flat['a']: found torch.sparse_coo"),
+    (
+        "load_shards: no folder",
+        lambda i: fa.load_shards("no such folder", i.state),
+        FileNotFoundError,
+        "no such folder: found no .metadata, expected … Remedy: pass its checkpoint_id",
+    ),
+    (
+        "load_shards: no template",
+        lambda i: fa.load_shards("no such folder", cast(Any, {})),
+        TypeError,
+        "template: found dict … init_state",
+    ),
     (
         "load: no file",
         lambda i: fa.load("no such file"),

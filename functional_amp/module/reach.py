@@ -53,7 +53,7 @@ class Absent(Tensor):
 
 def absent(place: str, why: str, shape: Any = (), dtype: Any = torch.float32, parameter: bool = False) -> Absent:
     """A placeholder for the tensor of a place; `why` ends the sentence of its error."""
-    with below_dispatch_modes():  # under fake tensors too it is none
+    with below_dispatch_modes():  # under fake tensors too it is a real placeholder
         made = Tensor._make_subclass(Absent, torch.empty(shape, dtype=dtype, device="meta"), False)
     made.place, made.why = place, why
     if parameter:
