@@ -867,7 +867,7 @@ row(
         cast(Any, torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), 1))
     ),
     TypeError,
-    "lr: found StepLR … Of a scheduler of torch.optim … from_torch_schedule",
+    "lr: found StepLR … Of a scheduler of torch.optim, make one … from_torch_schedule",
 )
 
 # Schedules

@@ -303,6 +303,6 @@ def test_what_a_schedule_returns_is_checked(make, returned, error, message):
 def test_a_scheduler_of_torch_is_refused_with_the_remedy(make):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer)
-    with pytest.raises(TypeError, match=r"^lr: found LinearLR, .*from_torch_schedule\(its class, lr=, steps="):
+    with pytest.raises(TypeError, match=r"^lr: found LinearLR, .*from_torch_schedule\(cls, lr=, steps="):
         make(scheduler)
     make(fa.from_torch_schedule(torch.optim.lr_scheduler.LinearLR, lr=0.1, steps=5))

@@ -136,7 +136,7 @@ def check_learning_rate(lr: LearningRate) -> None:
         if not is_number(lr):
             raise TypeError(
                 f"lr: found {type(lr).__name__}, expected a number, a 0-dim tensor or a function of the number of "
-                "applied updates. Of a scheduler of torch.optim make one: from_torch_schedule(its class, lr=, steps=, ...)."
+                "applied updates. Of a scheduler of torch.optim, make one: from_torch_schedule(cls, lr=, steps=, ...)."
             )
         if check_finite_number(lr, "lr") < 0:
             raise ValueError(f"lr: found {lr!r}, expected a number >= 0.")
