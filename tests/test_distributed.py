@@ -306,8 +306,8 @@ def test_messages_of_a_window(tmp_path):
 
 
 def small_message(scaler: fa.Scaler) -> int:
-    """Nine numbers and those of the scaler, in float64."""
-    return 8 * (9 + len(leaves_of(scaler)))
+    """Ten numbers and those of the scaler, in float64."""
+    return 8 * (10 + len(leaves_of(scaler)))
 
 
 # Errors
@@ -342,6 +342,21 @@ def refusals(rank: int) -> list[str]:
         lambda: padded(state, [torch.ones(1 + rank)]),
     )
 
+    two = fa.init_state({"w": torch.zeros(1), "v": torch.zeros(1)}, optimizer, fa.NoScale(), {"a": BUFFER, "b": BUFFER})
+
+    def both(params: Any, x: Tensor, buffers: Any) -> fa.Loss:
+        return fa.Loss((params["w"] * params["v"] * x).sum(), buffers={**buffers, "ab"[rank]: x.detach()})
+
+    def alike(params: Any, x: Tensor, buffers: Any) -> fa.Loss:
+        return fa.Loss((params["w"] * params["v"] * x).sum(), buffers={"a": x.detach(), "b": x.detach()})
+
+    freezing = fa.freeze(alike, lambda path, leaf: path == "w")
+    steps = {
+        name: fa.make_step(f, optimizer, mesh=mesh) for name, f in (("both", both), ("alike", alike), ("w", freezing))
+    }
+    refused(lambda: steps["both"](two, batch), lambda: steps["alike"](two, batch))
+    refused(lambda: steps["w" if rank else "alike"](two, batch), lambda: steps["w"](two, batch))
+
     params = shard({"w": torch.ones(4)}, mesh)
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -375,9 +390,12 @@ def step_alone(state: fa.TrainState) -> fa.TrainState:
     return fa.make_step(linear_loss, optimizer)(state, [torch.ones(1)])[0]
 
 
+BUFFER = torch.zeros(1)
 MESSAGES = [
     r"RuntimeError: update: found ranks that have closed different numbers of windows.*ranks have \[0.0, 1.0\]",
-    r"RuntimeError: loss_fn: found ranks that hand out different numbers of aux elements.*weight=0.*\[0.0, 1.0\]",
+    r"RuntimeError: loss_fn: found ranks with aux at different leaves.*weight=0",
+    r"RuntimeError: loss_fn: found ranks with buffers at different leaves",
+    r"RuntimeError: loss_fn: found ranks with gradients at different leaves.*frozen alike",
     r"TypeError: params: found 'w' sharded over the ranks.*Use make_step\(sharded\(loss_fn, mesh\)",
     r"ValueError: backend: found 'func' with sharded parameters.*Use backend='autograd'",
     r"ValueError: backend: found 'func' with sharded parameters",

@@ -25,6 +25,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _REDUCTIONS = {"mean": 1, "sum": 2}
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 
 
 class OverRanks(NamedTuple):
@@ -100,7 +104,6 @@ def over_ranks(
 def _numbers(ranks: Ranks, state: TrainState, window: Window, empty: bool) -> dict[str, Tensor]:
     """What this rank tells the others."""
     grads = window.grads
-    aux = [leaf for leaf in flatten(window.aux).leaves if leaf is not None]
     buffers = zip(flatten(window.buffers).leaves, flatten(state.buffers).leaves, strict=True)
 
     def number(value: float) -> Tensor:
@@ -109,8 +112,9 @@ def _numbers(ranks: Ranks, state: TrainState, window: Window, empty: bool) -> di
     return {
         "windows": state.applied.to(scalar_dtype(grads.scale.device)) + state.skipped,
         "reduction": number(0 if empty else _REDUCTIONS[window.reduction]),
-        "aux": number(sum([leaf.numel() for leaf in aux])),
-        "buffers": number(sum([after is not before for after, before in buffers])),
+        "gradients": number(_kinds(flatten(grads.tree).leaves)),
+        "aux": number(_kinds(flatten(window.aux).leaves)),
+        "buffers": number(_kinds([None if after is before else after for after, before in buffers])),
         "stop": number(0) if ranks.stop is None else ranks.stop,
         "scale": grads.scale,
         "scaler": state.scaler.scale,
@@ -135,13 +139,14 @@ def _check(column: dict[str, Tensor]) -> None:
         "loss_fn: found reduction 'sum' on some ranks and 'mean' on others (1 is 'mean', 2 is 'sum', 0 an empty "
         "window), expected one for all. Use one loss function on all ranks.",
     )
-    for name in ("aux", "buffers"):
-        count = column[name]
+    for name in ("gradients", "aux", "buffers"):
+        kinds = column[name]
         _require(
-            (count == count[0]).all(),
-            count,
-            f"loss_fn: found ranks that hand out different numbers of {name} elements, expected one number for all. "
-            "A rank without micro-batches has none: give it one with Loss(..., weight=0).",
+            (kinds == kinds[0]).all(),
+            None,
+            f"loss_fn: found ranks with {name} at different leaves, or of different shapes or dtypes, expected the "
+            "same on all. Use one loss function on all ranks, frozen alike; a rank without micro-batches has neither "
+            "aux nor new buffers, and gradients everywhere: give it one with Loss(..., weight=0).",
         )
 
 
@@ -154,11 +159,23 @@ def _check_inner(scales: Tensor, first: Tensor) -> None:
     )
 
 
-def _require(condition: Tensor, found: Tensor, message: str) -> None:
+def _kinds(leaves: list[Any]) -> int:
+    """A number below 2**24 that tells leaves at other places, of other shapes or dtypes apart; 0 for none at all."""
+    number = 0
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            (dtype,) = [index for index, known in enumerate(_DTYPES) if known == leaf.dtype] or [len(_DTYPES)]
+            for part in (place, leaf.dim(), *leaf.shape, dtype):
+                number = (number * 1_000_003 + part + 1) % (2**24 - 3)  # a prime: exact in float32 too
+    return number
+
+
+def _require(condition: Tensor, found: Tensor | None, message: str) -> None:
     if not host_readable(condition):
         assert_on_device(condition, message)
     elif not condition:
-        raise RuntimeError(f"{message} The ranks have {[float(f'{value:.9g}') for value in found.tolist()]}.")
+        rows = "" if found is None else f" The ranks have {[float(f'{value:.9g}') for value in found.tolist()]}."
+        raise RuntimeError(f"{message}{rows}")
 
 
 def _empty_window(state: TrainState, compute_dtype: torch.dtype | None) -> Window:
