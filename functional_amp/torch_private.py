@@ -181,12 +181,15 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
-@torch.compiler.assume_constant_result
 def ranks_of_group(name: str) -> tuple[int, ...]:
     """The ranks of a process group, by its name; a graph takes them for constant."""
     from torch.distributed import distributed_c10d
 
     return tuple(distributed_c10d.get_process_group_ranks(distributed_c10d._resolve_process_group(cast(Any, name))))
+
+
+# What torch.compiler.assume_constant_result does; asking that imports the compiler, which takes a second.
+cast(Any, ranks_of_group)._dynamo_marked_constant = True
 
 
 def root_mesh(mesh: Any) -> Any:

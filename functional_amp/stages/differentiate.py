@@ -61,11 +61,13 @@ def _refuse_func(backend: Backend) -> None:
 
 def check_loop_in_graph(loss_fn: Any, backend: Backend, compile: Compile) -> None:
     """Raises ValueError for a loss that the engine would have to record inside a loop of a graph."""
-    if (compile is not False or in_graph()) and (backend == "autograd" or known_limit(loss_fn)):
+    leaves_graphs = isinstance(compile, Mapping) and not compile.get("fullgraph", True)
+    in_one = in_graph() or (compile is not False and not leaves_graphs)
+    if in_one and (backend == "autograd" or known_limit(loss_fn)):
         raise ValueError(
             "scan: found a loss that the autograd engine differentiates in a compiled step, expected backend='auto' or "
             "'func': no engine records inside a loop of a graph. Call step(state, micro_batches) with a list of "
-            "micro-batches: that is three graphs at most."
+            "micro-batches: that is three graphs at most. Or use compile={'fullgraph': False}."
         )
 
 
