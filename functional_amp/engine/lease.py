@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.engine.operators import before_writing
-from functional_amp.engine.sharded import local
+from functional_amp.engine.sharded import locals_of
 from functional_amp.engine.storage import Fresh, cloned, dense, is_disjoint, is_sole_owner, unshared, write_into
 from functional_amp.registry import new, with_fields
 from functional_amp.torch_private import dynamo_exception
@@ -156,7 +156,7 @@ class Lease(Fresh):
     def _close_window(self, leaves: list[Any]) -> None:
         """Lets go of the sums, and of copies that the engine recorded with in place of the state's own leaves."""
         self._sums = []
-        if not {id(local(leaf)) for leaf in self._recorded[0]} <= {id(leaf) for leaf in leaves}:
+        if not set(map(id, locals_of(self._recorded[0]))) <= set(map(id, leaves)):
             self._recorded = ([], [])
 
 
@@ -271,7 +271,7 @@ def _leaves_of(state: TrainState) -> Flat:
     window = state.window
     opened = None if window is None else (window.grads.tree, window.params)
     flat = flatten((state.params, state.opt_state, state.buffers, opened))
-    return Flat([local(leaf) for leaf in flat.leaves], flat.spec)
+    return Flat(locals_of(flat.leaves), flat.spec)
 
 
 def _places(leaves: list[Any]) -> list[list[Any]]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from functional_amp.torch_private import all_gathered, all_reduced, part_of_dtensor
 from functional_amp.tree import PyTree, flatten, map_tensors
 
+_PLAIN = {Tensor, nn.Parameter, type(None)}
+
 
 def is_sharded(leaf: Any) -> bool:
     """Whether a leaf is a DTensor, of which this process may hold a part."""
@@ -39,6 +41,11 @@ def local(leaf: Any) -> Any:
         return leaf.to_local()
     with torch.no_grad():  # the very tensor then, and no view of it
         return leaf.to_local()
+
+
+def locals_of(leaves: list[Any]) -> list[Any]:
+    """The part of each leaf that this process holds: of plain leaves the same list, at the cost of one look."""
+    return leaves if set(map(type, leaves)) <= _PLAIN else [local(leaf) for leaf in leaves]
 
 
 def local_parts(tree: PyTree) -> PyTree:

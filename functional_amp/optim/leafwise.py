@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, counted, divided, is_differentiable, like, widened
-from functional_amp.engine.sharded import all_sharded_like, any_sharded, local_parts, placed_like
+from functional_amp.engine.sharded import all_sharded_like, is_sharded, local_parts, placed_like
 from functional_amp.engine.storage import Storage
 from functional_amp.mode import stage
 from functional_amp.optim.base import Optimizer, fitted, matched
@@ -129,14 +129,16 @@ def leafwise(
     def transact(
         grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, storage: Storage
     ) -> tuple[PyTree, Any]:
-        if any_sharded(params):  # what treats each element by itself runs on the parts that are here
+        param_flat = flatten(params)
+        # What treats each element by itself runs on the parts that are here.
+        if any([is_sharded(leaf) for leaf in param_flat.leaves]):
             placed = placed_like(grads, params)
             new_params, new_state = transact(
                 local_parts(placed), local_parts(opt_state), local_parts(params), divisor, applied, storage
             )
             return all_sharded_like(new_params, params), all_sharded_like(new_state, opt_state)
         count = count_of(opt_state)
-        flats = [flatten(params), flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(state_dtypes)])]
+        flats = [param_flat, flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(state_dtypes)])]
 
         def make(lasting: bool) -> Plan:
             checked, taken = _columns(grads, params, opt_state, state_dtypes)
