@@ -281,6 +281,7 @@ def test_split_and_merge_compile():
     assert_identical(compiled(fa.merge)(*parts), tree)
 
 
+@pytest.mark.slow
 def test_partitioned_optimizers_and_frozen_leaves_compile():
     problem = mlp()
     optimizer = fa.partition(

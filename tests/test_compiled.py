@@ -39,7 +39,7 @@ def windows(problem: Problem, lengths: tuple[int, ...], bad: int) -> list[list[A
 @pytest.mark.parametrize(
     ("name", "backend", "donate"),
     [
-        ("mlp", "autograd", False),
+        pytest.param("mlp", "autograd", False, marks=pytest.mark.slow),
         pytest.param("conv_net", "func", True, marks=pytest.mark.slow),
         pytest.param("mlp", "autograd", True, marks=pytest.mark.slow),
         pytest.param("transformer", "func", True, marks=pytest.mark.slow),
@@ -76,6 +76,7 @@ def test_a_window_of_one_is_one_graph_of_two_two_and_of_more_three(length, expec
     assert graphs() == expected
 
 
+@pytest.mark.slow
 def test_a_donating_compiled_step_writes_into_the_storage_of_the_last_state():
     problem = PROBLEMS["conv_net"]()
     optimizer = fa.adamw(1e-2)
@@ -95,6 +96,7 @@ def test_a_donating_compiled_step_writes_into_the_storage_of_the_last_state():
     assert again.window is not None and storages(again.window.grads.tree) == before
 
 
+@pytest.mark.slow
 def test_a_skipped_window_is_a_transaction_in_a_donating_compiled_step():
     problem = PROBLEMS["conv_net"]()
     optimizer = fa.adamw(1e-2)

@@ -599,7 +599,7 @@ row(
     "a scheduler of torch",
     lambda: api.sgd(torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([nn.Parameter(X)], 0.1))),
     TypeError,
-    "pass its class to from_torch_schedule",
+    "make one: from_torch_schedule(cls, lr=, steps=, ...)",
     lambda: fa.sgd(fa.from_torch_schedule(torch.optim.lr_scheduler.ConstantLR, lr=0.1, steps=9)),
 )
 
