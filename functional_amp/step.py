@@ -50,7 +50,7 @@ class Step:
             grads, loss, aux = scale_backward(loss_fn, scaler, params, micro_batch)
             total = accumulate(total, grads)
         grads, norm = clip(total, max_norm)
-        finite = storage.begin(all_finite(grads, norm=norm))
+        finite = all_finite(grads, norm=norm)
         params, opt_state = maybe_step(optimizer, params, opt_state, grads, finite)
         scaler = update_scale(scaler, finite)
 
@@ -75,7 +75,8 @@ class Step:
     update: Callable[[TrainState], tuple[TrainState, Metrics]] = field(init=False, repr=False)
     _loss: Callable[..., Loss] = field(init=False, repr=False)
     _backend: Backend = field(init=False, repr=False)
-    _runs: Runs = field(init=False, repr=False)
+    _window: Callable[..., tuple[TrainState, Metrics]] = field(init=False, repr=False)
+    _scan: Callable[..., tuple[TrainState, Metrics]] = field(init=False, repr=False)
     _ranks: Ranks | None = field(init=False, repr=False)
     _inner: Inner = field(init=False, repr=False)
 
@@ -91,10 +92,15 @@ class Step:
         ranks = as_ranks(self.mesh)
         bodies = self._accumulated, self._updated, self._scanned
         runs = Runs(*bodies, donate=self.donate, compile=self.compile, may_be_empty=ranks is not None)
+
+        def named(part: Callable[..., Any]) -> Callable[..., Any]:
+            return naming_ranks(naming_limits(part, self.compile), ranks)
+
         parts = {
-            "accumulate": naming_ranks(naming_limits(runs.accumulate, self.compile), ranks),
+            "accumulate": named(runs.accumulate),
             "update": naming_ranks(runs.update, ranks),
-            "_runs": runs,
+            "_window": named(runs.window),
+            "_scan": named(runs.scan),
             "_loss": windowed(self.loss_fn),
             "_backend": backend_in_graphs(self.backend, self.compile, sharded=bool(loss_groups(self.loss_fn))),
             "_ranks": ranks,
@@ -132,8 +138,7 @@ class Step:
         if seed is not None:
             with seeded(seed):
                 return self(state, micro_batches)
-        run = naming_ranks(naming_limits(self._runs.window, self.compile), self._ranks)
-        return run(state, alike(micro_batches))
+        return self._window(state, alike(micro_batches))
 
     def scan(self, state: TrainState, micro_batches: PyTree) -> tuple[TrainState, Metrics]:
         """One update from micro-batches that are stacked along a first dimension.
@@ -145,7 +150,7 @@ class Step:
                 compiled step whose loss the autograd engine differentiates.
         """
         check_loop_in_graph(self._loss, self._backend, self.compile)
-        return naming_ranks(naming_limits(self._runs.scan, self.compile), self._ranks)(state, micro_batches)
+        return self._scan(state, micro_batches)
 
     @property
     def needs_engine(self) -> bool:

@@ -35,6 +35,11 @@ def skips_guards(options: Compile) -> bool:
     return isinstance(options, Mapping) and bool(options.get(SKIP_GUARDS, False))
 
 
+def leaves_graphs(options: Compile) -> bool:
+    """Whether a part of a loss may run outside the graph."""
+    return isinstance(options, Mapping) and not options.get("fullgraph", True)
+
+
 def with_own_code(function: Callable[P, R]) -> Callable[P, R]:
     """The same function with a code object of its own.
 

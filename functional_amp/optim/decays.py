@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functional_amp.checks import check_finite_number, check_non_negative, check_number, check_unit_interval
 from functional_amp.dtypes import scalar_dtype
-from functional_amp.optim.schedules import Schedule, check_steps, join, linear
+from functional_amp.optim.schedules import Schedule, check_steps, half_cosine, join, linear
 
 
 def exponential(start: float, decay: float, steps: int = 1) -> Schedule:
@@ -88,8 +88,8 @@ def one_cycle(
 
     def schedule(count: Tensor) -> Tensor:
         at = _double(count).clamp(max=steps)
-        up = _half_cosine(low, peak, at / max(rising, 1e-9))
-        down = _half_cosine(peak, last, (at - rising) / max(steps - rising, 1e-9))
+        up = half_cosine(low, peak, at / max(rising, 1e-9))
+        down = half_cosine(peak, last, (at - rising) / max(steps - rising, 1e-9))
         return torch.where(at < rising, up, down).to(torch.float32)
 
     return schedule
@@ -123,11 +123,11 @@ def cosine_restarts(start: float, steps: int, factor: int = 1, end: float = 0.0)
     def schedule(count: Tensor) -> Tensor:
         at = _double(count)
         if factor == 1:
-            return _half_cosine(start, end, at.remainder(steps) / steps).to(torch.float32)
+            return half_cosine(start, end, at.remainder(steps) / steps).to(torch.float32)
         begin, length = torch.zeros_like(at), torch.full_like(at, steps)
         for later, longer in pieces[1:]:
             begin, length = torch.where(at >= later, later, begin), torch.where(at >= later, longer, length)
-        return _half_cosine(start, end, (at - begin) / length).to(torch.float32)
+        return half_cosine(start, end, (at - begin) / length).to(torch.float32)
 
     return schedule
 
@@ -156,7 +156,3 @@ def warmup(steps: int, schedule: Schedule, start: float = 0.0) -> Schedule:
 
 def _double(count: Tensor) -> Tensor:
     return count.to(scalar_dtype(count.device))
-
-
-def _half_cosine(start: float, end: float, progress: Tensor) -> Tensor:
-    return end + (start - end) * (1 + torch.cos(math.pi * progress.clamp(0.0, 1.0))) / 2

@@ -16,6 +16,7 @@ from functional_amp.optim.base import Optimizer, matched
 from functional_amp.optim.imperative import Hyper, Imperative
 from functional_amp.optim.in_place import Given, updated
 from functional_amp.optim.leafwise import zero_count
+from functional_amp.optim.trial import columns_of
 from functional_amp.tree import Flat, PyTree, check_structure, flatten, flatten_tensors, paths
 
 
@@ -96,7 +97,7 @@ def from_torch(
             by_place = dict(zip(taken, leaves, strict=True))
             return flat.unflatten([by_place.get(index) for index in range(len(flat.leaves))])
 
-        columns = sorted({name for entry in first.params for name in entry})
+        columns = columns_of(first.params)
         waiting = iter(first.begun)
         begun = [next(waiting) if begins else None for begins in layout.begins]
         return TorchState(

@@ -61,7 +61,12 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     """
     start, end = check_finite_number(start, "start"), check_finite_number(end, "end")
     check_steps(steps)
-    return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _progress(count, steps))) / 2
+    return lambda count: half_cosine(start, end, _progress(count, steps))
+
+
+def half_cosine(start: float, end: float, progress: Tensor) -> Tensor:
+    """From `start` to `end` as the progress goes from 0 to 1, along half a cosine."""
+    return end + (start - end) * (1 + torch.cos(math.pi * progress.clamp(0.0, 1.0))) / 2
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -18,7 +18,7 @@ from functional_amp.dtypes import is_differentiable
 from functional_amp.engine.random import random_state
 from functional_amp.engine.sharded import is_sharded
 from functional_amp.optim.slots import Slot, kept, slot_of
-from functional_amp.torch_private import is_wrapper, levels, storage_key, torch_pytree
+from functional_amp.torch_private import is_wrapper, levels, storage_key, torch_pytree, unwrapped
 
 
 class Kept(NamedTuple):
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """All in one list: name by name, and of one name in the order of the parameters."""
-        columns = [entry[name] for name in _columns(self.params) for entry in self.params if name in entry]
+        columns = [entry[name] for name in columns_of(self.params) for entry in self.params if name in entry]
         return columns + [entry[name] for entry in self.groups for name in sorted(entry)] + self.begun
 
 
@@ -72,7 +72,7 @@ class Layout(NamedTuple):
         waiting = iter(tensors)
         names = [[name for slot in slots for name in slot.names] for slots in self.params]
         params: list[dict[str, Tensor]] = [{} for _ in names]
-        for column in sorted({name for of_one in names for name in of_one}):
+        for column in columns_of(names):
             for entry, of_one in zip(params, names, strict=True):
                 if column in of_one:
                     entry[column] = next(waiting)
@@ -80,7 +80,8 @@ class Layout(NamedTuple):
         return Kept(params, groups, list(waiting))
 
 
-def _columns(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def columns_of(entries: Iterable[Iterable[str]]) -> list[str]:
+    """The names that any of the entries has."""
     return sorted({name for entry in entries for name in entry})
 
 
@@ -200,7 +201,7 @@ def _written(first: Any, after: Any) -> bool:
     """Whether a tensor has other elements than at first; fused kernels move no version counter."""
     if not isinstance(after, Tensor) or is_wrapper(after):
         return False
-    return not torch.equal(*[[*levels(tensor)][-1] for tensor in (first, after)])
+    return not torch.equal(unwrapped(first), unwrapped(after))
 
 
 def _encoded(record: _Recorder, slots: list[Slot]) -> dict[str, Tensor]:
@@ -226,7 +227,7 @@ def _version(value: Any) -> int:
 def _has_nan(value: Any) -> bool:
     if not is_differentiable(value):
         return False
-    *_, plain = levels(value)
+    plain = unwrapped(value)
     if is_sharded(plain):
         plain = cast(Any, plain).to_local()
     return not is_wrapper(plain) and bool(plain.isnan().any())
@@ -250,6 +251,6 @@ def _refuse_strangers(optimizer: Any, before: Mapping[str, Any], leaves: Sequenc
         if any([isinstance(part, Tensor) for part in torch_pytree.tree_leaves(value)]):
             refuse(optimizer, f"an attribute {name!r} that holds tensors")
     kept_tensors = [value for state in optimizer.state.values() for value in state.values() if type(value) is Tensor]
-    keys = [storage_key([*levels(tensor)][-1]) for tensor in (*kept_tensors, *leaves) if tensor.numel()]
+    keys = [storage_key(unwrapped(tensor)) for tensor in (*kept_tensors, *leaves) if tensor.numel()]
     if len(set(keys)) < len(keys):
         refuse(optimizer, "one tensor at two places of its state")

@@ -24,7 +24,8 @@ from functional_amp.values.state import TrainState, Window
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_REDUCTIONS = {"mean": 1, "sum": 2}
+REDUCTIONS = (None, "mean", "sum")
+"""By number, as ranks tell each other; None for a window without micro-batches."""
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -111,7 +112,7 @@ def _numbers(ranks: Ranks, state: TrainState, window: Window, empty: bool) -> di
 
     return {
         "windows": state.applied.to(scalar_dtype(grads.scale.device)) + state.skipped,
-        "reduction": number(0 if empty else _REDUCTIONS[window.reduction]),
+        "reduction": number(REDUCTIONS.index(None if empty else window.reduction)),
         "gradients": number(_kinds(flatten(grads.tree).leaves)),
         "aux": number(_kinds(flatten(window.aux).leaves)),
         "buffers": number(_kinds([None if after is before else after for after, before in buffers])),

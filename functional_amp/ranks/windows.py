@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from functional_amp.engine.sharded import any_sharded, is_sharded
 from functional_amp.engine.sharded import whole as whole_leaf
 from functional_amp.engine.storage import FRESH
 from functional_amp.precision import cast_floating
-from functional_amp.ranks.agree import over_ranks
+from functional_amp.ranks.agree import REDUCTIONS, over_ranks
 from functional_amp.ranks.mesh import Inner, Ranks, as_ranks, inner_groups
 from functional_amp.registry import with_fields
 from functional_amp.torch_private import all_gathered
 from functional_amp.tree import PyTree, map_tensors
 from functional_amp.values.state import TrainState
-
-_CODES = (None, "mean", "sum")
 
 
 def join_window(step: Any, state: TrainState) -> TrainState:
@@ -37,10 +34,10 @@ def join_window(step: Any, state: TrainState) -> TrainState:
     """
     ranks, inner = _ranks_of(step)
     opened = state.window
-    code = torch.full_like(state.scaler.scale, 0 if opened is None else _CODES.index(opened.reduction))
+    code = torch.full_like(state.scaler.scale, REDUCTIONS.index(None if opened is None else opened.reduction))
     for group in ranks.groups:
         code = all_gathered(code, group.size, group.name).amax()
-    reduction = _CODES[int(code)]
+    reduction = REDUCTIONS[int(code)]
     if reduction is None:
         return state
     with torch.no_grad():
@@ -89,7 +86,7 @@ def whole(tree: PyTree) -> PyTree:
     if not any_sharded(tree):
         return tree
     with torch.no_grad():
-        return map_tensors(lambda leaf: whole_leaf(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+        return map_tensors(whole_leaf, tree)
 
 
 def _ranks_of(step: Any) -> tuple[Ranks, Inner]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from functional_amp.engine.graphs import Compile
+from functional_amp.engine.graphs import Compile, leaves_graphs
 from functional_amp.engine.limits import limit_of
 from functional_amp.engine.random import random_state
 from functional_amp.engine.sharded import is_sharded
@@ -41,7 +41,7 @@ def backend_in_graphs(backend: Backend, compile: Compile, *, sharded: bool = Fal
     if sharded:
         _refuse_func(backend)
         return "autograd"
-    if not isinstance(compile, Mapping) or compile.get("fullgraph", True):
+    if not leaves_graphs(compile):
         return backend
     if backend == "func":
         raise ValueError(
@@ -61,8 +61,7 @@ def _refuse_func(backend: Backend) -> None:
 
 def check_loop_in_graph(loss_fn: Any, backend: Backend, compile: Compile) -> None:
     """Raises ValueError for a loss that the engine would have to record inside a loop of a graph."""
-    leaves_graphs = isinstance(compile, Mapping) and not compile.get("fullgraph", True)
-    in_one = in_graph() or (compile is not False and not leaves_graphs)
+    in_one = in_graph() or (compile is not False and not leaves_graphs(compile))
     if in_one and (backend == "autograd" or known_limit(loss_fn)):
         raise ValueError(
             "scan: found a loss that the autograd engine differentiates in a compiled step, expected backend='auto' or "
@@ -82,7 +81,7 @@ def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> t
     before = random_state() if retries else None
     try:
         return _by_func(scaled_loss, leaves)
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         cause = limit_of(error)
         if cause is None:
             raise
