@@ -51,6 +51,14 @@ def check_non_negative(value: Any, name: str) -> float:
     return float(value)
 
 
+def check_positive(value: Any, name: str) -> float:
+    """Raises unless the value is a finite number > 0; gives it as a float."""
+    number = check_finite_number(value, name)
+    if number <= 0:
+        raise ValueError(f"{name}: found {value!r}, expected a number > 0.")
+    return number
+
+
 def check_unit_interval(value: Any, name: str, *, closed: bool = False) -> float:
     """Raises unless the value is a number in [0, 1), or in [0, 1] where closed; gives it as a float."""
     value = check_number(value, name)

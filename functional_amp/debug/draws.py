@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,8 +9,7 @@ from typing import Any
 import torch
 
 import functional_amp.debug.torch_private as torch_private
-from functional_amp.debug.provenance_call import random_state_kept
-from functional_amp.engine.random import seeded
+from functional_amp.engine.random import all_generators_kept, seeded
 
 
 class Draws:
@@ -33,16 +30,11 @@ class Draws:
     def again(self) -> Iterator[None]:
         """One run, in eager mode: a module of the user's may be compiled. Anomaly mode would raise at the first NaN."""
         eager = torch.compiler.set_stance("force_eager") if torch_private.compiler_is_loaded() else nullcontext()
-        numpy: Any = sys.modules.get("numpy")  # whoever draws from it has imported it
-        pythons, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
         plain = torch.autograd.set_detect_anomaly(False)
-        with eager, plain, random_state_kept() if self._seed is None else seeded(self._seed):
+        with eager, plain, all_generators_kept(), nullcontext() if self._seed is None else seeded(self._seed):
             try:
                 yield
             finally:
-                random.setstate(pythons)
-                if numpy is not None:
-                    numpy.random.set_state(numpys)
                 for generator, state in self._own.items():
                     generator.set_state(state)
 

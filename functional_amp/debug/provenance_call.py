@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import functional_amp.debug.torch_private as torch_private
+from functional_amp.engine.random import generators_kept
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,20 @@ class Call:
         try:
             with self._random_state_kept():
                 out = self._func(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError, NotImplementedError):
+        except (RuntimeError, ValueError, IndexError):
             return None  # it checks its input: what it says of this replacement is that it is no better
         return self.outputs(out, values)
 
     def _random_state_kept(self) -> AbstractContextManager[None]:
-        return random_state_kept(self._flat) if self.traits.random else nullcontext()
+        return _random_state_kept(self._flat) if self.traits.random else nullcontext()
 
 
 @contextmanager
-def random_state_kept(arguments: Iterable[Any] = ()) -> Iterator[None]:
+def _random_state_kept(arguments: Iterable[Any]) -> Iterator[None]:
     """Leaves torch's generators, and those among the arguments, as they were."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
     states = [(one, one.get_state()) for one in arguments if isinstance(one, torch.Generator)]
     try:
-        with torch.random.fork_rng(devices=devices):
+        with generators_kept():
             yield
     finally:
         for generator, state in states:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -64,12 +66,30 @@ def seeded(seed: int) -> Iterator[None]:
     check_number(seed, "seed", "an int", integer=True)
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed: found {seed}, expected an int of 64 bits. Take it modulo 2**64.")
-    devices = _cuda_devices()
-    with torch.random.fork_rng(devices=devices):
+    with generators_kept():
         torch.default_generator.manual_seed(int(seed))
-        for device in devices:
+        for device in _cuda_devices():
             torch.cuda.default_generators[device].manual_seed(int(seed))
         yield
+
+
+def generators_kept() -> AbstractContextManager[None]:
+    """A context that leaves torch's generators as they were."""
+    return torch.random.fork_rng(devices=_cuda_devices())
+
+
+@contextmanager
+def all_generators_kept() -> Iterator[None]:
+    """Leaves torch's, Python's and numpy's random numbers as they were."""
+    numpy = sys.modules.get("numpy.random")  # whoever draws from it has imported it
+    pythons, numpys = random.getstate(), numpy and numpy.get_state()
+    try:
+        with generators_kept():
+            yield
+    finally:
+        random.setstate(pythons)
+        if numpy:
+            numpy.set_state(numpys)
 
 
 def _cuda_devices() -> range:

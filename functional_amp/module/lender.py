@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from functional_amp.engine.loans import kept
+from functional_amp.engine.random import all_generators_kept
 from functional_amp.mode import transformed
 from functional_amp.module.followed import uncopyable
 from functional_amp.module.reach import Absent, absent, is_object, walk
 from functional_amp.module.rehearsal import (
     Watch,
     copied,
-    random_state_put_back,
     refuse_changes,
     refuse_writes,
     same_bits,
@@ -205,7 +205,7 @@ class Lender:
 
     def _rehearse(self, tensors: Tensors, trainable: Iterable[str], method: str, args: Any, kwargs: Any) -> None:
         """Runs the forward on copies of everything, and refuses what it leaves behind."""
-        with random_state_put_back():
+        with all_generators_kept():
             changes = self._trial(tensors, trainable, method, args, kwargs)
             asked = [change for change in changes if not self.is_scratch(change.name)]
             refuse_changes([change.name for change in asked if not change.namespace])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,21 +49,6 @@ def _in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@contextmanager
-def random_state_put_back() -> Iterator[None]:
-    """Leaves torch's, Python's and numpy's random numbers as they were."""
-    numpy = sys.modules.get("numpy.random")
-    states = random.getstate(), numpy and numpy.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.set_state(states[1])
 
 
 @contextmanager

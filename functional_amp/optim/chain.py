@@ -81,13 +81,20 @@ def chain(*transforms_and_optimizer: Any) -> Optimizer:
     def init(params: PyTree) -> tuple[PyTree, ...]:
         return (*(transform.init(params) for transform in transforms), init_with(optimizer, params))
 
-    def before(grads: PyTree, states: tuple[Any, ...], params: PyTree) -> tuple[PyTree, list[Any]]:
-        news = []
+    def before(
+        grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None = None
+    ) -> tuple[PyTree, list[Any], tuple[Any, ...]]:
+        """The gradients for the optimizer, in true units; the new states of the transforms, and all old ones."""
+        matched(params, grads, "grads")
+        states, news = checked(opt_state), []
+        if divisor is not None:
+            scale = materialized(divisor)
+            grads = map_tensors(lambda grad: divided(grad, scale), grads)
         for transform, state in zip(transforms, states[:-1], strict=True):
             if transform.update is not None:
                 grads, state = transform.update(grads, state, params)
             news.append(state)
-        return grads, news
+        return grads, news, states
 
     def after(params: PyTree, states: list[Any]) -> tuple[Any, ...]:
         return tuple(
@@ -96,17 +103,13 @@ def chain(*transforms_and_optimizer: Any) -> Optimizer:
 
     @stage
     def update(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-        matched(params, grads, "grads")
-        states = checked(opt_state)
-        grads, news = before(grads, states, params)
+        grads, news, states = before(grads, opt_state, params)
         updates, last = updates_with(optimizer, grads, states[-1], params)
         return updates, (*after(apply_updates(params, updates), news), last)
 
     @stage
     def step(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
-        matched(params, grads, "grads")
-        states = checked(opt_state)
-        grads, news = before(grads, states, params)
+        grads, news, states = before(grads, opt_state, params)
         params, last = step_with(optimizer, grads, states[-1], params)
         return params, (*after(params, news), last)
 
@@ -114,12 +117,8 @@ def chain(*transforms_and_optimizer: Any) -> Optimizer:
     def transact(
         grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, storage: Any
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
-        matched(params, grads, "grads")
-        states = checked(opt_state)
-        if changes and divisor is not None:
-            scale = materialized(divisor)
-            grads, divisor = map_tensors(lambda grad: divided(grad, scale), grads), None
-        grads, news = before(grads, states, params)
+        grads, news, states = before(grads, opt_state, params, divisor if changes else None)
+        divisor = None if changes else divisor
         params, last = transaction(optimizer, grads, states[-1], params, divisor, applied, storage)
         olds = states[:-1]
         news = select(materialized(applied), after(params, news), olds, "opt_state")

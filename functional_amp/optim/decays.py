@@ -10,7 +10,13 @@ import math
 import torch
 from torch import Tensor
 
-from functional_amp.checks import check_finite_number, check_non_negative, check_number, check_unit_interval
+from functional_amp.checks import (
+    check_finite_number,
+    check_non_negative,
+    check_number,
+    check_positive,
+    check_unit_interval,
+)
 from functional_amp.dtypes import scalar_dtype
 from functional_amp.optim.schedules import Schedule, check_steps, half_cosine, join, linear
 
@@ -31,8 +37,7 @@ def exponential(start: float, decay: float, steps: int = 1) -> Schedule:
     """
     start, decay = check_finite_number(start, "start"), check_finite_number(decay, "decay")
     check_steps(steps)
-    if decay <= 0:
-        raise ValueError(f"decay: found {decay!r}, expected a number > 0.")
+    check_positive(decay, "decay")
     return lambda count: (start * torch.exp(math.log(decay) * _double(count) / steps)).to(torch.float32)
 
 
@@ -82,8 +87,7 @@ def one_cycle(
     check_steps(steps)
     rising = check_unit_interval(pct_start, "pct_start", closed=True) * steps
     for name, factor in (("div_factor", div_factor), ("final_div_factor", final_div_factor)):
-        if check_finite_number(factor, name) <= 0:
-            raise ValueError(f"{name}: found {factor!r}, expected a number > 0.")
+        check_positive(factor, name)
     low, last = peak / div_factor, peak / div_factor / final_div_factor
 
     def schedule(count: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from functional_amp.checks import check_finite_number, check_non_negative, check_unit_interval
+from functional_amp.checks import check_non_negative, check_positive, check_unit_interval
 from functional_amp.dtypes import accumulation_dtype, counted, is_differentiable, like
 from functional_amp.optim.chain import Transform
 from functional_amp.optim.leafwise import zero_count
@@ -26,8 +26,7 @@ def clip_by_value(limit: float) -> Transform:
     >>> clip_by_value(1.0).update({"w": torch.tensor([3.0, -0.5])}, (), None)[0]
     {'w': tensor([ 1.0000, -0.5000])}
     """
-    if check_finite_number(limit, "limit") <= 0:
-        raise ValueError(f"limit: found {limit!r}, expected a number > 0.")
+    check_positive(limit, "limit")
 
     def clipped(grad: Tensor) -> Tensor:
         if not is_differentiable(grad):
@@ -57,8 +56,7 @@ def adaptive_clip(clipping: float = 0.01, eps: float = 1e-3) -> Transform:
     {'w': tensor([[0.0000, 0.5000]])}
     """
     for name, value in (("clipping", clipping), ("eps", eps)):
-        if check_finite_number(value, name) <= 0:
-            raise ValueError(f"{name}: found {value!r}, expected a number > 0.")
+        check_positive(value, name)
 
     def clipped(grad: Tensor, param: Tensor) -> Tensor:
         if not is_differentiable(grad):
