@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,14 +42,14 @@ def test_polynomial_is_torchs_polynomial_lr(lr, steps, power):
 
 @given(lr=st.floats(1e-3, 1.0), steps=st.integers(1, 9), factor=st.integers(1, 3), end=st.floats(0.0, 0.1))
 def test_cosine_restarts_is_torchs_cosine_annealing_warm_restarts(lr, steps, factor, end):
-    make = lambda optimizer: LR.CosineAnnealingWarmRestarts(optimizer, steps, factor, end)  # noqa: E731
+    make = functools.partial(LR.CosineAnnealingWarmRestarts, T_0=steps, T_mult=factor, eta_min=end)
     assert_torch(fa.cosine_restarts(lr, steps, factor, end), make, lr, 60)
 
 
 @given(peak=st.floats(1e-3, 1.0), steps=st.integers(10, 60), pct=st.floats(0.2, 0.8))
 def test_one_cycle_is_torchs_one_cycle_lr_one_update_later(peak, steps, pct):
     schedule = fa.one_cycle(peak, steps - 1, (pct * steps - 1) / (steps - 1))
-    make = lambda optimizer: LR.OneCycleLR(optimizer, peak, total_steps=steps, pct_start=pct)  # noqa: E731
+    make = functools.partial(LR.OneCycleLR, max_lr=peak, total_steps=steps, pct_start=pct)
     assert_torch(schedule, make, peak, steps)
 
 

@@ -61,12 +61,12 @@ class Loop:
                     assert state.state[key][name].item() == value
 
 
-def check(cls: Any, hyper: dict[str, Any]) -> None:
-    """Three updates, each with a skipped one after it that leaves no trace."""
-    params = params_of(cls)
+def check(cls: Any, hyper: dict[str, Any], params: Any = None, updates: int = 3) -> None:
+    """Updates, each with a skipped one after it that leaves no trace."""
+    params = params_of(cls) if params is None else params
     optimizer, loop = from_torch(cls, **hyper), Loop(cls, params, hyper)
     state = optimizer.init(params)
-    for seed in range(3):
+    for seed in range(updates):
         grads = gradients(params, seed)
         params, state = fa.maybe_step(optimizer, params, state, grads, GOOD)
         skipped = fa.maybe_step(optimizer, params, state, mapped(lambda g: g * math.nan, grads), BAD)
@@ -531,17 +531,8 @@ OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any], torch.dtype]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_optimizers_of_others_have_the_bits_of_the_imperative_loop(name: str):
     make, hyper, dtype = OTHERS[name]
-    cls = make()
     params = {name: leaf.to(dtype) for name, leaf in params_of(OPTIM.Adam).items()}
-    optimizer, loop = from_torch(cls, **hyper), Loop(cls, params, hyper)
-    state = optimizer.init(params)
-    for seed in range(4):
-        grads = gradients(params, seed)
-        params, state = fa.maybe_step(optimizer, params, state, grads, GOOD)
-        skipped = fa.maybe_step(optimizer, params, state, mapped(lambda g: g * math.nan, grads), BAD)
-        assert_same_bits(tuple(skipped), (params, state))
-        loop.step(grads)
-        loop.assert_is(params, state)
+    check(make(), hyper, params, updates=4)
 
 
 @pytest.mark.slow
