@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import threading
 import warnings
@@ -408,6 +409,31 @@ class Recurrent(nn.Module):
 
 
 @variants
+class Collecting(InAnObject):
+    """Lets the garbage go in its forward, the module that it was made from among it, and makes tensors in its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gc.collect()
+        made = [torch.zeros(1) for _ in range(200)]
+        return super().forward(x) + sum(made)
+
+
+def test_W02_a_module_that_is_collected_while_its_function_is_rehearsed():
+    # Its tensors are told apart by their ids, which new tensors get as soon as they are free.
+    rows = torch.randn(2, 3)
+    for _ in range(5):
+        module = Collecting()
+        expected = module(rows)
+        gc.disable()  # it is a cycle: it goes when the forward collects
+        try:
+            apply, params, buffers = fa.from_module(module)
+            del module
+            found = apply.with_buffers(params, buffers, rows)[0]
+        finally:
+            gc.enable()
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("make", [InDicts, InAnObject, InATuple, HeldInAList, hook_with_its_layer, Recurrent])
 def test_W03_lists_dicts_objects_and_partials_are_followed(make: Any, backend: Any, donate: bool):
     assert_trains_as_torch(make, backend, donate)

@@ -25,7 +25,8 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, original: Mapping[str, Tensor]):
         super().__init__()
-        self._names = {id(tensor): name for name, tensor in original.items()}
+        self._original = dict(original)  # alive meanwhile: the id of a tensor that is freed may go to another one
+        self._names = {id(tensor): name for name, tensor in self._original.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
