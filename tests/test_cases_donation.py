@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import functional_amp as fa
+from functional_amp.engine.loans import kept
 from functional_amp.optim import fused, leafwise
 from functional_amp.registry import with_fields
 from functional_amp.testing import same_bits
@@ -355,9 +356,13 @@ def _raise(failure: type[BaseException]) -> NoReturn:
     raise failure
 
 
-def lines_of(action: Callable[[], Any], stop_at: int = -1) -> int:
-    """Runs an action with a KeyboardInterrupt before the n-th line of the package; how many lines it ran."""
-    package, count = str(Path(fa.__file__).parent), 0
+def lines_of(action: Callable[[], Any], stop_at: int = -1, within: str = "") -> int:
+    """Runs an action with a KeyboardInterrupt before the n-th line of the package, or of a part of it.
+
+    Returns:
+        How many lines it ran.
+    """
+    package, count = str(Path(fa.__file__).parent / within), 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count
@@ -403,6 +408,16 @@ def interrupted(stride: int) -> tuple[int, int]:
 def test_G01_ctrl_c_at_any_line_gives_the_state_back_or_says_that_it_is_lost():
     back, lost = interrupted(stride=97)
     assert back > lost > 0
+
+
+def test_G01_ctrl_c_at_any_line_ends_the_loans():
+    step, state = ready("donated")
+    window, within = [batch(0)], "engine/loans.py"
+    lines = lines_of(lambda: step(copy.deepcopy(state), window), within=within)
+    assert lines > 8
+    for n in range(1, lines):
+        lines_of(lambda: step(copy.deepcopy(state), window), n, within)
+        assert not kept(lambda: None), n  # nobody would give it back
 
 
 # G02, G03: what reads a state that was given away

@@ -995,6 +995,35 @@ def test_W11_what_a_checkpointed_part_counts_is_counted_twice_or_refused(donate:
     assert all(torch.equal(state.params[name], value) for name, value in loop.items())
 
 
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise OSError("a disk that is gone")
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_W11_what_a_backward_raises_is_not_hidden_by_what_it_lost(donate: bool):
+    apply, params, buffers = fa.from_module(built(lambda: CountingInside(_anew)))
+
+    def loss_fn(params: Any, x: Tensor, buffers: Any) -> fa.Loss:
+        params = {**params, "l.weight": FailsInBackward.apply(params["l.weight"])}  # after what is recomputed
+        out, buffers = apply.with_buffers(params, buffers, x)
+        return fa.Loss(out.square().mean(), buffers=buffers)
+
+    step = fa.make_step(loss_fn, fa.sgd(0.1), backend="autograd", donate=donate)
+    state = fa.init_state(params, fa.sgd(0.1), fa.NoScale(), buffers)
+    with pytest.raises(OSError, match="a disk that is gone"):
+        step(state, [drawn(5, 3)])
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_W11_siamese_calls_and_a_target_with_other_parameters(donate: bool):
     module: Any = built(lambda: Checkpointed(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh())))

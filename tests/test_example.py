@@ -434,7 +434,7 @@ def test_ctrl_c_ends_the_run_with_figures_and_picture(tmp_path):
         first_line = process.stdout.readline()  # the first update comes after it
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-    assert "tiny GPT" in first_line
+    assert "tiny GPT" in first_line, first_line + rest
     assert process.returncode == 130, rest
     assert re.search(r"^stopped after update \d+ of 100000$", rest, re.MULTILINE)
     assert "Traceback" not in rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -12,8 +13,18 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OPEN = threading.local()
-"""`loans`: what the calls of this thread have to give back, while a `lending` function runs."""
+
+class _Loans(list[Callable[[], None]]):
+    """What the calls of a thread have to give back, while a `lending` function runs."""
+
+
+class _Open(threading.local):
+    """The loans of this thread, held weakly: an interrupt anywhere ends them with the call that they belong to."""
+
+    loans: Callable[[], _Loans | None] = staticmethod(lambda: None)
+
+
+_OPEN = _Open()
 
 
 def lending(function: Callable[P, R]) -> Callable[P, R]:
@@ -33,23 +44,26 @@ def lending(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or hasattr(_OPEN, "loans"):
+        if torch.compiler.is_compiling() or _OPEN.loans() is not None:
             return function(*args, **kwargs)
-        _OPEN.loans = []
+        loans = _Loans()
+        _OPEN.loans = weakref.ref(loans)
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         finally:
-            loans = _OPEN.loans
             del _OPEN.loans
-            for give_back in loans:
-                give_back()
+        # What a call that raises has borrowed is dropped, and made anew: its error is the one to be seen.
+        for give_back in loans:
+            give_back()
+        return result
 
     return wrapped
 
 
 def kept(give_back: Callable[[], None]) -> bool:
     """Has `give_back` called when the outermost `lending` function returns; False where none runs."""
-    if not hasattr(_OPEN, "loans"):
+    loans = _OPEN.loans()
+    if loans is None:
         return False
-    _OPEN.loans.append(give_back)
+    loans.append(give_back)
     return True
