@@ -38,13 +38,20 @@ def on_ranks(work: Callable[..., Any], folder: Path, ranks: int, *args: Any, lim
 
 
 def outcomes(
-    work: Callable[..., Any], folder: Path, ranks: int, *args: Any, limit: float = LIMIT, timeout: float | None = None
+    work: Callable[..., Any],
+    folder: Path,
+    ranks: int,
+    *args: Any,
+    limit: float = LIMIT,
+    timeout: float | None = None,
+    kill: tuple[int, float] | None = None,
 ) -> list[tuple[bool, Any]]:
     """For each process whether it returned, and what: or the traceback, or how it ended.
 
     Args:
         limit: seconds until all of them are killed.
         timeout: of the process group; the limit where None.
+        kill: a rank that is killed, and how many seconds after it joined the group.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = folder / f"store{len(list(folder.glob('store*')))}"
@@ -56,6 +63,11 @@ def outcomes(
     try:
         for process in processes:
             process.start()
+        if kill is not None:
+            while not Path(f"{store}.{kill[0]}.joined").exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            processes[kill[0]].join(kill[1])
+            processes[kill[0]].kill()
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
     finally:
@@ -77,6 +89,7 @@ def _rank(rank: int, store: str, ranks: int, work: Callable[..., Any], args: Any
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
+    Path(f"{store}.{rank}.joined").touch()
     try:
         result = True, work(rank, *args)
     except Exception:

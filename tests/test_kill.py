@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import functional_amp as fa
-from tests.killable import train
+from tests.killable import train, train_on_ranks
+from tests.on_ranks import on_ranks, outcomes
 from tests.test_checkpoint import bits
 
 ROUNDS = int(os.environ.get("KILL_ROUNDS", "3"))
@@ -59,6 +60,29 @@ def test_a_script_that_was_killed_goes_on_in_a_new_process(tmp_path: Path) -> No
     subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parent.parent, stdout=subprocess.DEVNULL)
     assert int(fa.load(path)["extra/position"]) == 90
     assert bits(fa.state_dict(train(path))) == bits(fa.state_dict(train(tmp_path / "whole.ckpt")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_rank_that_was_killed_ends_the_others_and_both_resume_bit_identical(tmp_path: Path, kind: str) -> None:
+    whole = tmp_path / "whole.ckpt"
+    duration = max(on_ranks(train_on_ranks, tmp_path / "once", 2, whole, kind))
+    rng, killed, resumed = random.Random(1), 0, 0
+    for number in range(max(2, ROUNDS // 2)):  # of each kind
+        path = tmp_path / f"{number}.ckpt"
+        for _ in range(2):
+            resumed += path.exists()
+            victim, limit = rng.randrange(2), rng.uniform(0, duration)
+            begin = time.monotonic()
+            found = outcomes(train_on_ranks, tmp_path / str(number), 2, path, kind, timeout=10, kill=(victim, limit))
+            assert time.monotonic() - begin < limit + 20  # the other one does not wait for ever
+            assert found[victim][0] or found[victim] == (False, "exit code -9")
+            killed += not found[victim][0]
+        resumed += path.exists()
+        on_ranks(train_on_ranks, tmp_path / str(number), 2, path, kind)
+        assert bits(fa.load(path)) == bits(fa.load(whole))
+    print(f"{kind}: {number + 1} rounds, {killed} kills, {resumed} resumes")
+    assert killed and resumed
 
 
 def run_and_kill(path: Path, limit: float | None) -> bool:
