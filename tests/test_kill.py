@@ -67,8 +67,8 @@ def test_a_script_that_was_killed_goes_on_in_a_new_process(tmp_path: Path) -> No
 def test_a_rank_that_was_killed_ends_the_others_and_both_resume_bit_identical(tmp_path: Path, kind: str) -> None:
     whole = tmp_path / "whole.ckpt"
     duration = max(on_ranks(train_on_ranks, tmp_path / "once", 2, whole, kind))
-    rng, killed, resumed = random.Random(1), 0, 0
-    for number in range(max(2, ROUNDS // 2)):  # of each kind
+    rng, rounds, killed, resumed = random.Random(1), max(2, ROUNDS // 2), 0, 0  # rounds of each kind
+    for number in range(rounds):
         path = tmp_path / f"{number}.ckpt"
         for _ in range(2):
             resumed += path.exists()
@@ -81,7 +81,7 @@ def test_a_rank_that_was_killed_ends_the_others_and_both_resume_bit_identical(tm
         resumed += path.exists()
         on_ranks(train_on_ranks, tmp_path / str(number), 2, path, kind)
         assert bits(fa.load(path)) == bits(fa.load(whole))
-    print(f"{kind}: {number + 1} rounds, {killed} kills, {resumed} resumes")
+    print(f"{kind}: {rounds} rounds, {killed} kills, {resumed} resumes")
     assert killed and resumed
 
 
