@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import functional_amp as fa
+from functional_amp.debug import explain
 from functional_amp.ranks import Ranks, gather, shard, sharded, stop_on
 from functional_amp.testing import assert_same_bits, leaves_of, mapped
 from tests.distributed_runs import Setup, data_parallel, model, sharded_run, single, tensor_parallel, windows_of
@@ -423,7 +424,7 @@ def lost(rank: int, how: str) -> str:
             raise KeyError("a bug of one rank")
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(12)
     begin = time.monotonic()
     try:
         step(state, [torch.ones(1)])
@@ -436,9 +437,29 @@ def lost(rank: int, how: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
 def test_a_lost_rank_is_an_error_on_the_others_within_the_timeout(tmp_path, how):
-    (ok, message), (other_ok, _) = outcomes(lost, tmp_path, 2, how, limit=40, timeout=5)
+    (ok, message), (other_ok, _) = outcomes(lost, tmp_path, 2, how, limit=20, timeout=5)
     assert ok and not other_ok, message
     assert message.startswith("True update: found that a rank did not take part")
+
+
+# What a rank can say about a window that was skipped
+
+
+def explained(rank: int, bad: float) -> tuple[bool, str, bool, str]:
+    step, state = linear(mesh_of(2))
+    window = [torch.full((1,), 3e37 if math.isfinite(bad) else bad if rank else 1.0)]
+    skipped, metrics = step(state, window)
+    why = explain(step, skipped, window, scale=metrics.scale)
+    return bool(metrics.applied), why.stage, why.found, why.advice
+
+
+@pytest.mark.slow
+def test_a_skipped_window_is_explained_by_the_rank_that_had_the_bad_micro_batch(tmp_path):
+    first, second = on_ranks(explained, tmp_path / "inf", 2, math.inf)
+    assert first[:3] == (False, "not on this rank", False) and "Call explain on every rank" in first[3]
+    assert second[:3] == (False, "input", True)
+    for found in on_ranks(explained, tmp_path / "sum", 2, 0.0):
+        assert found[:3] == (False, "not on this rank", False) and "sum over the ranks left float32" in found[3]
 
 
 # Addresses

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from functional_amp.debug.blame import Origin, Outside, roots
 from functional_amp.debug.draws import Draws
-from functional_amp.debug.explain_advice import APPLIED, PRECISION, advise
-from functional_amp.debug.explain_table import NOT_REPRODUCED, Explanation
+from functional_amp.debug.explain_advice import APPLIED, OTHER_RANKS, PRECISION, advise
+from functional_amp.debug.explain_table import NOT_ON_THIS_RANK, NOT_REPRODUCED, Explanation
 from functional_amp.debug.replay import (
     Options,
     Replay,
@@ -54,7 +54,8 @@ def explain(
     as harmless. Reads tensors on the host, and runs the window up to ten times: it is for the window that failed.
 
     Args:
-        loss_fn: the loss function, or the `Step` itself, whose options are used then.
+        loss_fn: the loss function, or the `Step` itself, whose options are used then. With a mesh, what is run
+            again is this rank's part of the window: nothing is sent, and the scale that works is this part's.
         state: the state that the window was given. After a skip the state that came back does as well: its
             parameters are the same, bit for bit (pass `scale`). A window that is open in it is left alone.
         window: its micro-batches.
@@ -87,6 +88,8 @@ def explain(
     finite = not replay.leaves and is_finite_at(options, state, micro_batches, draws, at)
     if not replay.stage and finite:
         harmless = replay.provenance.harmless([])
+        if isinstance(loss_fn, Step) and loss_fn.mesh is not None:
+            return Explanation(False, NOT_ON_THIS_RANK, at, replay.loss, OTHER_RANKS + PRECISION, harmless=harmless)
         return Explanation(False, NOT_REPRODUCED, at, replay.loss, PRECISION, harmless=harmless)
     if not replay.stage:
         good = largest_good_scale(options, state, micro_batches, draws, at)

@@ -22,6 +22,11 @@ PRECISION = (
     "torch._inductor.config has the same option."
 )
 
+OTHER_RANKS = (
+    "This rank's micro-batches are finite. Call explain on every rank, with its own window: where one of them is bad, "
+    "its rank names it. Where none is, the sum over the ranks left float32: use a smaller loss scale. "
+)
+
 APPLIED = "The gradients of the window are finite all the same, and the step applies it."
 
 _SINGULAR = {
