@@ -55,8 +55,8 @@ def norm_dtype(leaves: Sequence[Tensor]) -> torch.dtype:
 
 
 def is_finite(scalar: Tensor) -> Tensor:
-    """`torch.isfinite` of a 0-dim tensor, in half the operators."""
-    return scalar.abs() < math.inf
+    """`torch.isfinite` of a number that is not below 0, in one operator."""
+    return scalar < math.inf
 
 
 def like(scalar: Tensor, leaf: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ class Step:
                 "micro-batches of a window."
             )
         if out.may_vanish:  # a weight of 0 leaves nothing behind, NaN or not
-            loss = torch.where(weight == 0, 0, loss * like(weight, loss))
+            loss = (loss * like(weight, loss)).masked_fill(like(weight == 0, loss), 0)
             out = out._replace(buffers=select(weight > 0, out.buffers, buffers, "buffers"))
         return with_fields(
             state,
@@ -211,7 +211,7 @@ class Step:
         buffers = select(applied, window.buffers, state.buffers, "buffers")
         scaler = update_scale(state.scaler, finite)
         params, opt_state = maybe_step(self.optimizer, state.params, state.opt_state, grads, finite, storage=storage)
-        weight = torch.where(grads.weight == 0, 1, grads.weight)
+        weight = grads.weight.masked_fill(grads.weight == 0, 1)
         metrics = Metrics(
             loss=window.loss / weight,
             grad_norm=norm,
@@ -230,7 +230,7 @@ class Step:
             window=None,
             applied=counted(state.applied, applied),
             skipped=counted(state.skipped, ~applied),
-            skipped_in_a_row=torch.where(applied, 0, counted(state.skipped_in_a_row)),
+            skipped_in_a_row=counted(state.skipped_in_a_row).masked_fill(applied, 0),
         )
         return next_state, metrics
 

@@ -159,7 +159,9 @@ class Lender:
 
     def _end_loan(self, template: Template, tensors: Tensors) -> None:
         after = template.take_out()
-        self._take_back(template)
+        if not template.unchanged():
+            template.put_back()
+        self._free.append(template)
         if lost := sorted(name for name, tensor in tensors.items() if after[name] is not tensor):
             raise RuntimeError(
                 f"apply: found that the backward, which runs a checkpointed part again, assigns {lost} anew, expected "

@@ -50,7 +50,7 @@ def global_norm(grads: ScaledGrads | PyTree, norm_type: float = 2.0) -> Tensor:
     """
     _check_norm_type(norm_type)
     if isinstance(grads, ScaledGrads):
-        return _scaled_norm(grads, float(norm_type)).value()
+        return _scaled_norm(grads, denominator(grads), float(norm_type)).value()
     check_plain(grads, "grads")
     return norm_of(gradient_leaves(grads), float(norm_type)).value()
 
@@ -92,38 +92,43 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
     # A Python int above 2**63 can not be an operand of a tensor.
     max_norm, norm_type, eps = None if max_norm is None else float(max_norm), float(norm_type), float(eps)
     if isinstance(grads, ScaledGrads):
-        norm = _scaled_norm(grads, norm_type)
-        return Clipped(_clipped(grads, norm, max_norm, eps), norm.value())
+        divisor = denominator(grads)
+        norm = _scaled_norm(grads, divisor, norm_type)
+        value = norm.value()
+        return Clipped(_clipped(grads, divisor, norm, value, max_norm, eps), value)
 
     check_plain(grads, "grads")
     flat = flatten_tensors(grads, "grads")
     norm = norm_of([leaf for leaf in flat.leaves if is_differentiable(leaf)], norm_type)
+    value = norm.value()
     if max_norm is None:
-        return Clipped(grads, norm.value())
-    coefficient = _coefficient(norm, norm.value(), max_norm, eps)
+        return Clipped(grads, value)
+    coefficient = _coefficient(norm, value, max_norm, eps)
     leaves = [_multiplied(leaf, coefficient) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
-    return Clipped(flat.unflatten(leaves), norm.value())
+    return Clipped(flat.unflatten(leaves), value)
 
 
-def _clipped(grads: ScaledGrads, norm: Norm, max_norm: float | None, eps: float) -> ScaledGrads:
+def _clipped(
+    grads: ScaledGrads, divisor: Tensor, norm: Norm, value: Tensor, max_norm: float | None, eps: float
+) -> ScaledGrads:
     if max_norm is None:
         return grads
-    coefficient = _coefficient(norm, norm.value(), max_norm, eps)
+    coefficient = _coefficient(norm, value, max_norm, eps)
     if one_of_many():
         # Each example has its own coefficient: in the scale, it would be lost where somebody averages the trees.
         flat = flatten_tensors(grads.tree, "grads")
         leaves = [_multiplied(widened(leaf), coefficient) if is_differentiable(leaf) else leaf for leaf in flat.leaves]
         return with_fields(grads, tree=flat.unflatten(leaves))
     # The product of scale and weight is what counts: for weights of one or two bits it comes out rounded once.
-    divisor = denominator(grads).to(scalar_dtype(grads.scale.device))
-    divisor = (divisor / like(coefficient, divisor)).to(norm.value().dtype)
-    scale = divisor / like(torch.where(grads.weight == 0, 1, grads.weight), divisor)
+    divisor = divisor.to(scalar_dtype(divisor.device))
+    divisor = (divisor / like(coefficient, divisor)).to(value.dtype)
+    scale = divisor / grads.weight.masked_fill(grads.weight == 0, 1)
     return with_fields(grads, scale=torch.where(like(coefficient, scale) == 1, grads.scale, scale))
 
 
-def _scaled_norm(grads: ScaledGrads, norm_type: float) -> Norm:
+def _scaled_norm(grads: ScaledGrads, divisor: Tensor, norm_type: float) -> Norm:
     check_not_stacked(grads, "grads")
-    leaves, divisor = gradient_leaves(grads.tree), denominator(grads)
+    leaves = gradient_leaves(grads.tree)
     if mode() == "transform":
         bad = ~all_finite(grads)
         leaves, divisor = [stop_gradient_where(bad, leaf) for leaf in leaves], stop_gradient_where(bad, divisor)
@@ -132,10 +137,10 @@ def _scaled_norm(grads: ScaledGrads, norm_type: float) -> Norm:
 
 def _coefficient(norm: Norm, value: Tensor, max_norm: float, eps: float) -> Tensor:
     """What the gradients are multiplied by: exactly 1 where they are to stay as they are."""
-    over = norm.finite & (value > max_norm)
+    kept = ~(norm.finite & (value > max_norm))
     # The divisor of the branch not taken is 1: no 0 / 0 reaches an outer derivative.
-    divisor = torch.where(over, norm.mantissa + eps / norm.unit if eps else norm.mantissa, 1)
-    return torch.where(over, max_norm / norm.unit / divisor, 1)
+    divisor = (norm.mantissa + eps / norm.unit if eps else norm.mantissa).masked_fill(kept, 1)
+    return (max_norm / norm.unit / divisor).masked_fill(kept, 1)
 
 
 def _multiplied(leaf: Tensor, coefficient: Tensor) -> Tensor:

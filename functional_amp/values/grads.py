@@ -223,7 +223,7 @@ def check_plain(tree: Any, what: str) -> None:
 
 def denominator(grads: ScaledGrads) -> Tensor:
     """What the tree is to be divided by: `scale * weight`, and 1 where the weight is 0."""
-    return torch.where(grads.weight == 0, 1.0, grads.scale * grads.weight)
+    return (grads.scale * grads.weight).masked_fill(grads.weight == 0, 1)
 
 
 def is_valid_divisor(divisor: Tensor) -> Tensor:

@@ -130,9 +130,8 @@ class DynamicScale:
         grow = tracker >= self.growth_interval
         grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
         grown = torch.where(grow & (grown <= FLOAT32_MAX), grown, self.scale)
-        tracker = torch.where(grow, 0, tracker)
-        full = torch.full_like(self.hysteresis_tracker, self.hysteresis)
-        refilled = full if self.refill == "good" else torch.where(grow, full, self.hysteresis_tracker)
+        tracker = tracker.masked_fill(grow, 0)
+        refilled = self.hysteresis_tracker.masked_fill(finite if self.refill == "good" else grow, self.hysteresis)
 
         left = (self.hysteresis_tracker - 1).clamp(min=0)
         backed_off = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
