@@ -106,6 +106,7 @@ def _streamed(
         _check_window(params, total)
     leaves = lease.recording(scaled_loss.leaves, recording)
     scaled, (value, tensors) = record_loss(scaled_loss, leaves)
+    scaled_loss.check_unwritten()
     loss_weight, aux = scaled_loss.weight_and_aux([tensor.detach() for tensor in tensors])
     sums: list[Tensor | None] = (
         [None] * len(leaves) if total is None else scaled_loss.select(flatten(total.tree).leaves)
