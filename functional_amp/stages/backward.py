@@ -242,7 +242,7 @@ class ScaledLoss:
 
     def check_unwritten(self) -> None:
         """Raises RuntimeError where the loss function has written in place to the parameters."""
-        check_params(self._params, self._before)
+        check_params(self._params, self._flat.leaves, self._before)
 
     def check_strided(self, grad: Tensor, place: int) -> None:
         """Raises TypeError for a sparse gradient of the leaf at a place."""
