@@ -15,7 +15,7 @@ from torch import Tensor
 from functional_amp.dtypes import is_differentiable
 from functional_amp.mode import in_graph, mode
 from functional_amp.torch_private import comptime, traced_locals, traced_version
-from functional_amp.tree import PyTree, flatten, paths
+from functional_amp.tree import Flat, PyTree, flatten, paths
 
 GIVEN = "what it was given"
 _version = operator.attrgetter("_version")
@@ -39,10 +39,12 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tupl
     """
     how = mode()
     if in_graph():
+        flat = flatten(given[1])
+        given = given[0], flat.unflatten(flat.leaves)  # containers of its own, as outside a graph
         if how == "transform":
             yield given  # torch.func refuses such a write, and the compiler what catches the refusal
             return
-        watched = [leaf for leaf in _watched(given).values()]
+        watched = list(_watched(given, flatten(given)).values())
         _compare(watched, False, GIVEN)
         yield given
         _compare(watched, True, GIVEN)
@@ -56,7 +58,9 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tupl
             raise
         return
     on_copies, flat = bool(unseen), flatten(given)
-    watched = {i: leaf.clone() if on_copies else leaf for i, leaf in _watched(given).items() if not leaf.is_inference()}
+    watched = {
+        i: leaf.clone() if on_copies else leaf for i, leaf in _watched(given, flat).items() if not leaf.is_inference()
+    }
     if not watched:
         yield given
         return
@@ -127,9 +131,9 @@ def _written(tree: PyTree, before: list[int]) -> list[str]:
     return [path for path, old, new in zip(paths(tree), before, now, strict=True) if old != new]
 
 
-def _watched(given: tuple[PyTree, PyTree]) -> dict[int, Tensor]:
-    """The tensors that a loss function must not write to, by their places."""
-    leaves, trained = flatten(given).leaves, len(flatten(given[0]).leaves)
+def _watched(given: tuple[PyTree, PyTree], flat: Flat) -> dict[int, Tensor]:
+    """The buffers and the integer leaves, by their places."""
+    leaves, trained = flat.leaves, len(flat.leaves) - len(flatten(given[1]).leaves)
     return {
         index: leaf
         for index, leaf in enumerate(leaves)

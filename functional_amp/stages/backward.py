@@ -24,7 +24,7 @@ from functional_amp.stages.differentiate import (
 )
 from functional_amp.stages.freeze import frozen_leaves
 from functional_amp.torch_private import torch_pytree
-from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
+from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths, with_own_containers
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
 from functional_amp.values.scaler import NoScale, Scaler, check_scaler
 
@@ -209,7 +209,8 @@ class ScaledLoss:
         for index, leaf in zip(self._wanted, leaves, strict=True):
             every[index] = leaf
         compare_params(every, False)
-        loss = as_loss(call(self.loss_fn, self._flat.unflatten(every), *self._batch), self._weight)
+        batch = with_own_containers(self._batch)
+        loss = as_loss(call(self.loss_fn, self._flat.unflatten(every), *batch), self._weight)
         compare_params(every, True)
         self.may_be_constant = is_zero(loss.weight)
         # A half-precision loss times the scale would overflow: 65504 is its largest number.

@@ -52,7 +52,7 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
             raise ValueError(
                 "loss_fn: found buffers in the Loss, but the state has none. Pass init_state(..., buffers=buffers)."
             )
-        kept = buffers if loss.buffers is None else loss.buffers
+        kept = given if loss.buffers is None else loss.buffers
         out = HandedOut(loss.aux, kept, loss.reduction, not is_one(loss.weight))
         return with_fields(loss, aux=out, buffers=None)
 
