@@ -139,6 +139,8 @@ class Lease(Fresh):
             recorded = make(leaves)
             if not any([leaf.is_inference() for leaf in leaves]):  # of those the engine records copies
                 self._recorded = (leaves, recorded)
+        # An autocast around the training loop keeps its copies of leaves: of these, they would be older than an update.
+        torch.clear_autocast_cache()
         return recorded
 
     def owns(self, sums: list[Tensor | None]) -> bool:
