@@ -193,3 +193,67 @@ def test_scale_backward_leaves_the_containers_of_the_caller_alone():
     _, _, (_, new) = fa.scale_backward(counts, fa.NoScale(), {"w": torch.ones(3)}, torch.ones(3), buffers)
     assert buffers["n"].item() == 0.0
     assert new["n"].item() == 1.0
+
+
+def halve(leaf):
+    leaf.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_post_accumulate_grad_hook_on_a_parameter_is_refused_and_its_remedy_is_the_imperative_gradient(options):
+    def refused(params, x):
+        params["w"].register_post_accumulate_grad_hook(halve)
+        return (params["w"] * x).sum()
+
+    def remedied(params, x):
+        params["w"].register_hook(lambda grad: grad * 0.5)
+        return (params["w"] * x).sum()
+
+    state = fa.init_state({"w": torch.zeros(2)}, fa.sgd(1.0), fa.NoScale())
+    with pytest.raises(RuntimeError, match="post-accumulate-grad hook registered on the parameter 'w'"):
+        fa.make_step(refused, fa.sgd(1.0), **options)(state, [torch.ones(2)])
+    if options.get("backend") == "func":
+        return
+    step = fa.make_step(remedied, fa.sgd(1.0), **options)
+    for updates in (1, 2, 3):
+        state, _ = step(state, [torch.ones(2)])
+        assert torch.equal(state.params["w"], torch.full((2,), -0.5 * updates))
+
+
+@pytest.mark.filterwarnings("ignore:backend='auto'")
+@pytest.mark.parametrize("options", [{}, {"backend": "autograd"}, {"donate": True}])
+def test_requires_grad_false_on_a_parameter_in_the_loss_is_refused_and_detach_is_the_remedy(options):
+    def refused(params, x):
+        params["b"].requires_grad_(False)
+        return (params["w"] * x + params["b"]).sum()
+
+    def remedied(params, x):
+        return (params["w"] * x + params["b"].detach()).sum()
+
+    state = fa.init_state({"b": torch.ones(2), "w": torch.ones(2)}, fa.sgd(1.0), fa.NoScale())
+    with pytest.raises(RuntimeError, match=r"requires_grad_\(False\) called on the parameter 'b'"):
+        fa.make_step(refused, fa.sgd(1.0), **options)(state, [torch.ones(2)])
+    state, _ = fa.make_step(remedied, fa.sgd(1.0), **options)(state, [torch.ones(2)])
+    assert state.params["b"].tolist() == [1.0, 1.0] and state.params["w"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "autograd"}, {"donate": True}])
+def test_an_autocast_around_the_training_loop_casts_the_weights_of_each_update(options):
+    def loss_fn(params, x):
+        return F.linear(x, params["w"]).float().square().mean()
+
+    step = fa.make_step(loss_fn, fa.sgd(0.5), **options)
+    x, start = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.eye(3)
+    state = fa.init_state({"w": start}, fa.sgd(0.5), fa.NoScale())
+    w = start.clone().requires_grad_()
+    sgd = torch.optim.SGD([w], 0.5)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_fn({"w": w}, x)
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            state, _ = step(state, [x])
+    assert torch.equal(state.params["w"], w.detach())

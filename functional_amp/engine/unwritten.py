@@ -6,7 +6,7 @@ A loss function: the parameters and the buffers. An optimizer: all of it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,6 +114,27 @@ def check_params(params: PyTree, leaves: list[Any], before: list[int]) -> None:
     """
     if before and _counters(leaves) != before:
         raise RuntimeError(_params_message(f" at {_written(params, before)}"))
+
+
+def check_marks(leaves: list[Tensor], path: Callable[[int], str]) -> None:
+    """Raises RuntimeError where a loss function has marked a leaf that it is given in a way that others forget.
+
+    The leaves are those of one call: what is differentiated was chosen before, and no gradient is kept at them.
+    """
+    if in_graph():
+        return
+    for index, leaf in enumerate(leaves):
+        if not leaf.requires_grad:
+            raise RuntimeError(
+                f"loss_fn: found requires_grad_(False) called on the parameter {path(index)!r}, expected it to be left "
+                "as it was. Use its .detach() in the loss, or freeze(loss_fn, lambda path, leaf: ...)."
+            )
+        if leaf._post_accumulate_grad_hooks:
+            raise RuntimeError(
+                f"loss_fn: found a post-accumulate-grad hook registered on the parameter {path(index)!r}, expected "
+                "none: no gradient is accumulated at it. Use its register_hook in the loss, or change gradients in a "
+                "Transform of chain."
+            )
 
 
 def _counters(leaves: Iterable[Any]) -> list[int]:

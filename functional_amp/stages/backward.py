@@ -12,7 +12,7 @@ from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
 from functional_amp.engine.frozen import call
 from functional_amp.engine.loans import lending
 from functional_amp.engine.random import random_state
-from functional_amp.engine.unwritten import check_params, compare_params, counted_params
+from functional_amp.engine.unwritten import check_marks, check_params, compare_params, counted_params
 from functional_amp.mode import finite_cotangents, in_graph, normal, stage, zero_stays_zero
 from functional_amp.registry import new
 from functional_amp.stages.differentiate import (
@@ -212,6 +212,7 @@ class ScaledLoss:
         batch = with_own_containers(self._batch)
         loss = as_loss(call(self.loss_fn, self._flat.unflatten(every), *batch), self._weight)
         compare_params(every, True)
+        check_marks(leaves, self.path)
         self.may_be_constant = is_zero(loss.weight)
         # A half-precision loss times the scale would overflow: 65504 is its largest number.
         value = loss.value.to(accumulation_dtype(loss.value.dtype))
