@@ -43,6 +43,7 @@ def test_an_embedding_that_renorms_its_table_in_place_is_refused(options):
         step(state, [torch.ones(1)])
 
 
+@pytest.mark.filterwarnings("ignore:backend='auto'")
 @pytest.mark.parametrize("backend", ["auto", "func", "autograd"])
 def test_scale_backward_refuses_a_write_to_a_parameter_frozen_or_not(backend):
     def loss_fn(params, x):
@@ -50,7 +51,7 @@ def test_scale_backward_refuses_a_write_to_a_parameter_frozen_or_not(backend):
 
     params = {"b": torch.ones(1), "w": torch.ones(3)}
     frozen = fa.freeze(loss_fn, lambda path, leaf: path == "w")
-    for function in (loss_fn, frozen) if backend == "autograd" else (loss_fn,):
+    for function in (loss_fn,) if backend == "func" else (loss_fn, frozen):
         with pytest.raises(RuntimeError, match=r"write in place to the parameters at \['w'\]"):
             fa.scale_backward(function, fa.NoScale(), params, torch.ones(3), backend=backend)
 
@@ -257,3 +258,61 @@ def test_an_autocast_around_the_training_loop_casts_the_weights_of_each_update(o
         for _ in range(3):
             state, _ = step(state, [x])
     assert torch.equal(state.params["w"], w.detach())
+
+
+def normalizes_in_place(params, batch):
+    batch["x"].div_(2)
+    return (params["w"] * batch["x"]).square().sum()
+
+
+def penalizes(params, batch):
+    """The gradient penalty of a loader whose batches require grad."""
+    out = (params["w"] * batch["x"]).tanh()
+    (slope,) = torch.autograd.grad(out.sum(), batch["x"], create_graph=True)
+    return (slope.norm() - 1).square() + out.square().mean()
+
+
+def infers(params, batch):
+    with torch.inference_mode():
+        features = params["w"] * batch["x"]
+    return (params["w"] * features.clone()).square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:backend='auto'")
+@pytest.mark.parametrize("loss_fn", [normalizes_in_place, penalizes, infers])
+@pytest.mark.parametrize("options", [{}, {"backend": "autograd"}, {"donate": True}])
+def test_auto_leaves_to_the_engine_what_torch_func_refuses_and_gives_the_imperative_gradient(options, loss_fn):
+    def batch():
+        return {"x": torch.arange(1.0, 4.0).requires_grad_(loss_fn is penalizes)}
+
+    w = torch.ones(3, requires_grad=True)
+    loss_fn({"w": w}, batch()).backward()
+    assert w.grad is not None
+    step = fa.make_step(lambda params, batch: loss_fn(params, batch), fa.sgd(0.5), **options)
+    state, _ = step(fa.init_state({"w": torch.ones(3)}, fa.sgd(0.5), fa.NoScale()), [batch()])
+    torch.testing.assert_close(state.params["w"], 1 - 0.5 * w.grad)
+
+
+def test_a_write_in_place_to_the_batch_under_func_is_refused_with_two_remedies_that_work():
+    def out_of_place(params, batch):
+        return (params["w"] * (batch["x"] / 2)).square().sum()
+
+    state = fa.init_state({"w": torch.ones(3)}, fa.sgd(0.5), fa.NoScale())
+    with pytest.raises(RuntimeError, match=r"its batch \(x = x / 2 writes to nothing\).*Use backend='autograd'"):
+        fa.make_step(normalizes_in_place, fa.sgd(0.5), backend="func")(state, [{"x": torch.ones(3)}])
+    for loss_fn, backend in ((out_of_place, "func"), (normalizes_in_place, "autograd")):
+        after, _ = fa.make_step(loss_fn, fa.sgd(0.5), backend=backend)(state, [{"x": torch.ones(3)}])
+        torch.testing.assert_close(after.params["w"], torch.full((3,), 0.75))
+
+
+@pytest.mark.filterwarnings("ignore:backend='auto'")
+@pytest.mark.parametrize("options", [{}, {"backend": "autograd"}, {"donate": True}])
+def test_a_write_in_place_to_a_buffer_is_refused_by_its_name_whoever_differentiates(options):
+    def loss_fn(params, x, buffers):
+        buffers["n"].add_(1)
+        return fa.Loss((params["w"] * x).sum(), buffers=buffers)
+
+    state = fa.init_state({"w": torch.ones(3)}, fa.sgd(0.5), buffers={"n": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match=r"found a write in place to \['n'\], expected new buffers in the Loss"):
+        fa.make_step(loss_fn, fa.sgd(0.5), **options)(state, [torch.ones(3)])
+    assert state.buffers["n"].item() == 0.0
