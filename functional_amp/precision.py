@@ -129,6 +129,19 @@ def _cast(tree: PyTree, dtype: torch.dtype, what: str) -> PyTree:
     return flat.unflatten(closed(leaves, specs))
 
 
+def working_copies(params: PyTree, copies: PyTree, dtype: torch.dtype | None) -> PyTree:
+    """What a loss function is given of the parameters: the copies of an open window, if they are in this dtype."""
+    if dtype is None:
+        return params
+    if copies is not None and all([_is_in(leaf, dtype) for leaf in flatten(copies).leaves]):
+        return copies
+    return cast_floating(params, dtype)
+
+
+def _is_in(leaf: Any, dtype: torch.dtype) -> bool:
+    return not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dtype == dtype
+
+
 def with_policy(loss_fn: LossFn, policy: Policy | str) -> LossFn:
     """Runs a loss function in the compute dtype of a policy.
 

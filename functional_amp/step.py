@@ -19,7 +19,7 @@ from functional_amp.engine.scan import scan_window
 from functional_amp.engine.storage import FRESH, Storage
 from functional_amp.optim.base import Optimizer, check_optimizer
 from functional_amp.optim.transaction import maybe_step
-from functional_amp.precision import cast_floating, check_dtype
+from functional_amp.precision import check_dtype, working_copies
 from functional_amp.ranks.agree import naming_ranks, over_ranks
 from functional_amp.ranks.mesh import Inner, Ranks, as_ranks, inner_groups, loss_groups
 from functional_amp.registry import with_fields
@@ -160,11 +160,10 @@ class Step:
     def _accumulated(self, state: TrainState, micro_batch: Any, storage: Storage = FRESH) -> TrainState:
         """The body of `accumulate`: scale_backward, then accumulate."""
         window = state.window
+        params = working_copies(state.params, None if window is None else window.params, self.compute_dtype)
         if window is None:
-            params = state.params if self.compute_dtype is None else cast_floating(state.params, self.compute_dtype)
             total, loss_sum, buffers, aux = None, None, state.buffers, None
         else:
-            params = state.params if window.params is None else window.params
             total, loss_sum, buffers, aux = window.grads, window.loss, window.buffers, window.aux
         grads, weight, loss, out = accumulate_backward(
             total,

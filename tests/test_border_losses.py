@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import UserDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_an_embedding_that_renorms_its_table_in_place_is_refused(options):
 
 @pytest.mark.filterwarnings("ignore:backend='auto'")
 @pytest.mark.parametrize("backend", ["auto", "func", "autograd"])
-def test_scale_backward_refuses_a_write_to_a_parameter_frozen_or_not(backend):
+def test_scale_backward_refuses_a_write_to_a_parameter_frozen_or_not(backend: Any):
     def loss_fn(params, x):
         return clamped(params, x) + params["b"].sum()
 
@@ -300,8 +301,11 @@ def test_a_write_in_place_to_the_batch_under_func_is_refused_with_two_remedies_t
     state = fa.init_state({"w": torch.ones(3)}, fa.sgd(0.5), fa.NoScale())
     with pytest.raises(RuntimeError, match=r"its batch \(x = x / 2 writes to nothing\).*Use backend='autograd'"):
         fa.make_step(normalizes_in_place, fa.sgd(0.5), backend="func")(state, [{"x": torch.ones(3)}])
-    for loss_fn, backend in ((out_of_place, "func"), (normalizes_in_place, "autograd")):
-        after, _ = fa.make_step(loss_fn, fa.sgd(0.5), backend=backend)(state, [{"x": torch.ones(3)}])
+    for step in (
+        fa.make_step(out_of_place, fa.sgd(0.5), backend="func"),
+        fa.make_step(normalizes_in_place, fa.sgd(0.5), backend="autograd"),
+    ):
+        after, _ = step(state, [{"x": torch.ones(3)}])
         torch.testing.assert_close(after.params["w"], torch.full((3,), 0.75))
 
 

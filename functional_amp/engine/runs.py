@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from functional_amp.engine.copies import remember_copied, with_current_copies
 from functional_amp.engine.graphs import Compile, compiled, skips_guards, with_own_code, without_guards
 from functional_amp.engine.lease import Lease, Leases
 from functional_amp.engine.storage import FRESH, IN_GRAPH, Storage
-from functional_amp.mode import mode, stage
+from functional_amp.mode import Mode, mode, stage
 from functional_amp.tree import flatten
 from functional_amp.values.grads import ScaledGrads
 from functional_amp.values.state import Metrics, TrainState, Window
@@ -84,6 +85,14 @@ class Runs:
     def _part(self, name: str, lease: Lease | None, known: bool, state: TrainState, *given: Any) -> Any:
         """One part on one storage; as a graph where the step is compiled and nobody else compiles it."""
         how = mode()
+        if how in ("graph", "transform"):
+            return self._run_part(name, lease, known, state, how, *given)
+        result = self._run_part(name, lease, known, with_current_copies(state), how, *given)
+        if name == "accumulate":
+            remember_copied(result)
+        return result
+
+    def _run_part(self, name: str, lease: Lease | None, known: bool, state: TrainState, how: Mode, *given: Any) -> Any:
         if self._compile is False or how in ("graph", "transform"):
             storage = lease or (IN_GRAPH if self._donate and how == "graph" else FRESH)
             return self._bodies[name](state, *given, storage)
