@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from functional_amp.tree import PyTree, closed, flatten, opened, paths
 from functional_amp.values.grads import Loss, check_loss_fn
 
 LossFn = Callable[..., Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 _DTYPES = {
     "float32": torch.float32,
@@ -142,6 +143,30 @@ def _is_in(leaf: Any, dtype: torch.dtype) -> bool:
     return not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dtype == dtype
 
 
+_MIXED = ("must have the same dtype", "should be the same")
+"""How torch's layers say that a weight and an input are of two dtypes."""
+
+
+def naming_frozen(function: F) -> F:
+    """A function that calls a loss function with cast parameters, and says what is not cast where dtypes don't fit."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if not any([part in str(error) for part in _MIXED]):
+                raise
+            raise RuntimeError(
+                f"{error}\n\nloss_fn: found a layer with inputs and weights of two dtypes, expected one. Parameters "
+                "are cast; buffers are not, nor the frozen parameters that from_module puts among them. Cast frozen layers "
+                "before it (`layer.to(torch.bfloat16)`), or freeze them by functional_amp.freeze instead of "
+                "requires_grad_(False). A compute_dtype casts no inputs: cast them in the loss."
+            ) from error
+
+    return cast(F, wrapped)
+
+
 def with_policy(loss_fn: LossFn, policy: Policy | str) -> LossFn:
     """Runs a loss function in the compute dtype of a policy.
 
@@ -170,6 +195,7 @@ def with_policy(loss_fn: LossFn, policy: Policy | str) -> LossFn:
     kept = _position(loss_fn, "buffers")
 
     @functools.wraps(loss_fn)
+    @naming_frozen
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         dtype = policy.compute_dtype
         args = tuple(

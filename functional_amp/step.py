@@ -19,7 +19,7 @@ from functional_amp.engine.scan import scan_window
 from functional_amp.engine.storage import FRESH, Storage
 from functional_amp.optim.base import Optimizer, check_optimizer
 from functional_amp.optim.transaction import maybe_step
-from functional_amp.precision import check_dtype, working_copies
+from functional_amp.precision import check_dtype, naming_frozen, working_copies
 from functional_amp.ranks.agree import naming_ranks, over_ranks
 from functional_amp.ranks.mesh import Inner, Ranks, as_ranks, inner_groups, loss_groups
 from functional_amp.registry import with_fields
@@ -94,6 +94,7 @@ class Step:
         runs = Runs(*bodies, donate=self.donate, compile=self.compile, may_be_empty=ranks is not None)
 
         def named(part: Callable[..., Any]) -> Callable[..., Any]:
+            part = part if self.compute_dtype is None else naming_frozen(part)
             return naming_ranks(naming_limits(part, self.compile), ranks)
 
         parts = {

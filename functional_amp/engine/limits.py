@@ -24,7 +24,7 @@ LIMITS = {
     "You are attempting to call Tensor.requires_grad_()": "requires_grad_() inside the loss",
     "You are attempting to call Tensor.retain_grad()": "retain_grad() inside the loss",
     "would mutate a captured Tensor": "a write in place to what is not a parameter, such as its batch (x = x / 2 "
-    "writes to nothing) or its buffers (new ones come back in the Loss)",
+    "writes to nothing) or its buffers (new tensors come back in the Loss)",
     "appears to not have been used in the graph": "a derivative with respect to something that required grad before "
     "the loss was called, such as its batch",
     "Cannot set version_counter for inference tensor": "inference_mode() inside the loss",
