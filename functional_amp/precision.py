@@ -159,8 +159,8 @@ def naming_frozen(function: F) -> F:
                 raise
             raise RuntimeError(
                 f"{error}\n\nloss_fn: found a layer with inputs and weights of two dtypes, expected one. Parameters "
-                "are cast; buffers are not, nor the frozen parameters that from_module puts among them. Cast frozen layers "
-                "before it (`layer.to(torch.bfloat16)`), or freeze them by functional_amp.freeze instead of "
+                "are cast; buffers are not, nor the frozen parameters that from_module puts among them. Cast frozen "
+                "layers before it (`layer.to(torch.bfloat16)`), or freeze them by functional_amp.freeze instead of "
                 "requires_grad_(False). A compute_dtype casts no inputs: cast them in the loss."
             ) from error
 
