@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -147,7 +147,7 @@ def test_a_saved_state_loads_under_weights_only(name: str, tmp_path: Path) -> No
 
 def test_numbers_of_numpy_are_saved_as_the_numbers_that_they_are() -> None:
     state = fa.init_state(PARAMS, fa.sgd(0.1))
-    flat = fa.state_dict(state, best=np.float32(0.5), at=np.int64(7), double=np.float64(0.1))
+    flat = fa.state_dict(state, **cast(Any, {"best": np.float32(0.5), "at": np.int64(7), "double": np.float64(0.1)}))
     assert [flat[f"extra/{name}"].item() for name in ("best", "at", "double")] == [0.5, 7, 0.1]
 
 
@@ -156,7 +156,7 @@ def test_what_is_no_number_is_refused_with_remedies_that_work() -> None:
     sparse, array, settings = torch.eye(2).to_sparse(), np.arange(3), {"lr": 0.1}
     for value in (sparse, array, settings, np.random.RandomState(0).get_state()):
         with pytest.raises(TypeError, match=r"(?s)extra/x: found .*json\.dumps.*repr.*as_tensor.*to_dense"):
-            fa.state_dict(state, x=value)
+            fa.state_dict(state, x=cast(Any, value))
     flat = fa.state_dict(
         state, a=sparse.to_dense(), b=torch.as_tensor(array), c=json.dumps(settings), d=repr(np.random.get_state())
     )
@@ -168,7 +168,7 @@ def test_what_is_no_number_is_refused_with_remedies_that_work() -> None:
 
 def test_what_is_no_signal_is_refused_and_so_is_another_thread() -> None:
     with pytest.raises(TypeError, match=r"signals: found 'SIGTERM', expected a signal\. Write stop_on\(signal"):
-        stop_on("SIGTERM").__enter__()
+        stop_on(cast(Any, "SIGTERM")).__enter__()
     found: list[BaseException] = []
 
     def enter() -> None:
