@@ -68,10 +68,10 @@ def test_a_learning_rate_beyond_float32_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [-0.1, 1e39, math.inf, math.nan])
 def test_a_number_that_a_schedule_gives_is_checked_as_a_constant_is(value: float) -> None:
-    optimizer: Any = fa.sgd(lambda count: value)
+    optimizer: Any = fa.sgd(cast(Any, lambda count: value))
     with pytest.raises(ValueError, match=r"lr: (found|the schedule)"):
         optimizer.step({"w": torch.ones(3)}, optimizer.init(PARAMS), PARAMS)
-    average: Any = fa.ema(lambda count: value)
+    average: Any = fa.ema(cast(Any, lambda count: value))
     with pytest.raises(ValueError, match="decay: found"):
         average.after(PARAMS, average.init(PARAMS))
 
