@@ -1,7 +1,11 @@
-"""Faults put into a random module of any model: the truth is known by construction."""
+"""Faults put into a random module of any model: the truth is known by construction.
+
+INJECTIONS=230 python -m pytest -m slow tests/test_explain_*.py puts in more of them.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.explained import Case, bad_leaves, check_scale, explained, step_is_finite
+
+TRIALS = int(os.environ.get("INJECTIONS", "80"))
 
 KINDS = {
     "forward inf": ("forward", ("reciprocal",)),

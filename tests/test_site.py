@@ -156,8 +156,9 @@ def address(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_pages_render_without_an_error(site: Path, browser: Any, address: str) -> None:
+def test_pages_render_without_an_error_and_fit_a_phone(site: Path, browser: Any, address: str) -> None:
     page, errors = browser.new_page(), []
+    screen = page.viewport_size
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("response", lambda response: errors.append(response.url) if response.status >= 400 else None)
     for path in sorted(site.rglob("index.html")):
@@ -165,6 +166,13 @@ def test_pages_render_without_an_error(site: Path, browser: Any, address: str) -
         assert page.locator("h1").first.is_visible(), path
         pictures = page.locator("article img")
         assert all(pictures.nth(i).evaluate("image => image.naturalWidth > 0") for i in range(pictures.count())), path
+        page.set_viewport_size(PHONE)
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= PHONE["width"], f"{path}: {width} pixels wide"
+        text = page.locator("article p, article li").first
+        if text.count():  # the pages of examples are code alone
+            assert text.evaluate("element => parseFloat(getComputedStyle(element).fontSize)") >= 14, path
+        page.set_viewport_size(screen)
     page.close()
     assert errors == []
 
@@ -181,19 +189,6 @@ def test_search_finds(browser: Any, address: str, words: str, found: str) -> Non
     results = page.locator("a.md-search-result__link")
     results.first.wait_for(timeout=20_000)
     assert any(found in results.nth(i).get_attribute("href") for i in range(results.count()))
-    page.close()
-
-
-@pytest.mark.slow
-def test_a_phone_shows_the_width_of_a_page(site: Path, browser: Any, address: str) -> None:
-    page = browser.new_page(viewport=PHONE)
-    for path in sorted(site.rglob("index.html")):
-        page.goto(f"{address}/{path.parent.relative_to(site).as_posix()}/")
-        width = page.evaluate("document.documentElement.scrollWidth")
-        assert width <= PHONE["width"], f"{path}: {width} pixels wide"
-        text = page.locator("article p, article li").first
-        if text.count():  # the pages of examples are code alone
-            assert text.evaluate("element => parseFloat(getComputedStyle(element).fontSize)") >= 14, path
     page.close()
 
 

@@ -134,6 +134,7 @@ class History:
 
 
 register(History, ("rows", "overflows", "count"), ("paths",))
+torch.serialization.add_safe_globals([History])
 
 
 def init_history(state: TrainState, n: int = 1024) -> History:
