@@ -93,8 +93,7 @@ class History:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "to_tensorboard: found no tensorboard, expected it to be installed. "
-                'Remedy: pip install "functional_amp[tensorboard]".'
+                "to_tensorboard: found no tensorboard, expected it to be installed. Remedy: pip install tensorboard."
             ) from error
         with SummaryWriter(str(directory)) as writer:
             self._write(writer)
