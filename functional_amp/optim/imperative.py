@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_finite_number
+from functional_amp.engine.sharded import local
 from functional_amp.engine.storage import copied
 from functional_amp.mode import host_readable
 from functional_amp.optim.slots import Slot
@@ -92,7 +93,7 @@ class Imperative:
         for param, grad, slots, given, flag in zip(params, grads, layout.params, state.params, begun, strict=True):
             param.grad = grad
             if slots and (flag is None or flag):
-                optimizer.state[param] = {slot.key: slot.decoded(given) for slot in slots}
+                optimizer.state[param] = {slot.key: laid_out(slot.decoded(given), param) for slot in slots}
         optimizer.step()
         for param, grad, slots, given, flag in zip(params, grads, layout.params, state.params, begun, strict=True):
             if grad is not None:
@@ -149,6 +150,18 @@ class Imperative:
                 members.append([])
             members[place].append(index)
         return members, [{**self.hyper, **hyper} for hyper in own]
+
+
+def laid_out(value: Any, param: Tensor) -> Any:
+    """A value; where it is a tensor of the parameter's shape, in the memory layout of the parameter.
+
+    A fused kernel goes through its tensors as they lie in memory, whatever their strides.
+    """
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        return value
+    if local(value).stride() == local(param).stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 def _signature(params: Sequence[Tensor], paths: Sequence[str]) -> Any:
