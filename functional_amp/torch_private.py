@@ -77,6 +77,12 @@ def keeping_saved_tensor_hooks() -> Iterator[None]:
         raise
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether hooks see what is saved for a backward here, as those of a checkpoint do."""
+    autograd: Any = cast(Any, torch._C)._autograd
+    return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def dynamo_exception() -> type[BaseException]:
     """What the compiler raises; importing it takes a second."""
     from torch._dynamo.exc import TorchDynamoException

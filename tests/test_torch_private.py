@@ -102,6 +102,14 @@ def test_keeping_saved_tensor_hooks_allows_them_again_after_an_exception():
     assert autograd._saved_tensors_hooks_is_enabled()
 
 
+def test_saved_tensors_are_hooked_inside_hooks_and_nowhere_else():
+    # When it moves, a first call inside a checkpoint is counted twice, or one with torch.func in it is refused.
+    assert not private.saved_tensors_are_hooked()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert private.saved_tensors_are_hooked()
+    assert not private.saved_tensors_are_hooked()
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_storage_key_is_one_for_tensors_on_one_storage(device):
     # When it moves, two parameters that are views of one tensor are both written to.

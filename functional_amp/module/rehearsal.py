@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from functional_amp.mode import transformed
 from functional_amp.module.reach import walk
 from functional_amp.module.templates import Tensors
-from functional_amp.torch_private import unwrapped
+from functional_amp.torch_private import saved_tensors_are_hooked, unwrapped
 
 
 class Watch(TorchFunctionMode):
@@ -55,7 +54,7 @@ def _in_reentrant_checkpoint() -> bool:
 @contextmanager
 def unseen_by_checkpoints() -> Iterator[None]:
     """Keeps what a trial saves for a backward from the hooks of a checkpoint around the call, which count it."""
-    if transformed():  # where there are no checkpoints
+    if not saved_tensors_are_hooked():  # and torch.func in the forward forbids hooks
         yield
         return
     saved: list[Tensor] = []
