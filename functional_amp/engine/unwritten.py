@@ -14,7 +14,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import is_differentiable
 from functional_amp.mode import in_graph, mode
-from functional_amp.torch_private import comptime, traced_locals, traced_version
+from functional_amp.torch_private import comptime, traced_locals, traced_versions
 from functional_amp.tree import Flat, PyTree, flatten, paths
 
 GIVEN = "what it was given"
@@ -172,7 +172,7 @@ def _compare(watched: list[Tensor], done: bool, what: str | None) -> None:
 
 def _look(context: Any) -> None:
     local = traced_locals(context)
-    versions = [traced_version(variable) for variable in local["watched"].items]
+    versions = traced_versions(local["watched"].items)
     if not local["done"].as_python_constant():
         _traced.append(versions)
     elif _traced.pop() != versions:

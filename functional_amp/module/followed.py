@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import copy
+import random
 import weakref
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ _KINDS = {
     "ScriptModule": "Pass the module that was scripted or traced, and compile the step",
     "OptimizedModule": "Pass its ._orig_mod, and compile the step: make_step(..., compile=True)",
 }
+_NUMPYS = {"Generator", "RandomState", "BitGenerator"}
 _STALE = (
     "before it is computed, expected the forward to compute it first: it is a view of a parameter, or was computed "
     "from one, and a copy of the module has no numbers of its own. Compute it in the forward."
@@ -76,11 +78,18 @@ def _refuse_links(copied: nn.Module, original: dict[int, str], module: nn.Module
             raise TypeError(f"module: found {original[id(obj)]!r} behind {path!r}, {_LINKS}")
     theirs = {id(obj) for _, obj in walk(module)}
     for path, obj in walk(copied, lambda obj: id(obj) in theirs and is_object(obj)):
-        if isinstance(obj, (collections.abc.Iterator, torch.Generator)) and not isinstance(obj, nn.Module):
+        if _moves_on(obj):
             raise TypeError(
                 f"module: found a {type(obj).__name__} at {path!r}, expected nothing that each use moves on: two calls "
                 "would differ. Keep a list and a buffer that counts; draw from torch's own generator, which seed= sets."
             )
+
+
+def _moves_on(obj: Any) -> bool:
+    """True for iterators and generators, those of random numbers included."""
+    of_numpy = [kind.__name__ for kind in type(obj).__mro__ if kind.__module__.startswith("numpy.random")]
+    random_numbers = isinstance(obj, (torch.Generator, random.Random)) or not _NUMPYS.isdisjoint(of_numpy)
+    return random_numbers or (isinstance(obj, collections.abc.Iterator) and not isinstance(obj, nn.Module))
 
 
 def uncopyable(module: nn.Module) -> dict[int, Any]:

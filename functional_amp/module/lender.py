@@ -14,7 +14,7 @@ from functional_amp.engine.loans import kept
 from functional_amp.engine.random import all_generators_kept
 from functional_amp.mode import transformed
 from functional_amp.module.followed import uncopyable
-from functional_amp.module.reach import Absent, absent, is_object, walk
+from functional_amp.module.reach import Absent, absent, walk
 from functional_amp.module.rehearsal import (
     Watch,
     copied,
@@ -48,6 +48,7 @@ class Lender:
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
+        traced: what a trace found before the forward: version counters by name, and the sources that it had read.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Lender:
     ):
         self.master, self.origin, self.scratch, self.moved = master, origin, set(scratch), moved
         self.written: set[str] = set()
+        self.traced: tuple[dict[str, int], set[str]] = {}, set()
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
         self._memo: dict[int, Any] = uncopyable(master)
@@ -64,12 +66,11 @@ class Lender:
                 made = absent(place, _TAKEN_OUT, tensor.shape, tensor.dtype, isinstance(tensor, nn.Parameter))
                 self.names[id(tensor)] = self._absent[id(made)] = place
                 self._memo[id(tensor)] = made
-        self._shared = {id(obj) for _, obj in walk(master)}
         # What stands for a stale value can't be read: a forward that passes has written it first.
         self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)}
         self._constants = {
             path: obj
-            for path, obj in walk(master, lambda obj: is_object(obj) and not isinstance(obj, nn.Module))
+            for path, obj in walk(master)
             if isinstance(obj, Tensor) and not isinstance(obj, Absent) and id(obj) not in self.names
         }
         self._memo.update({id(constant): constant for constant in self._constants.values()})
@@ -150,7 +151,7 @@ class Lender:
         return template.module.state_dict()
 
     def _make(self, constants: Mapping[int, Tensor]) -> Template:
-        return Template(self.master, {**self._memo, **constants}, self._absent, self._shared)
+        return Template(self.master, {**self._memo, **constants}, self._absent)
 
     def _take_back(self, template: Template) -> None:
         template.take_out()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import functools
+import pathlib
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from functional_amp.torch_private import below_dispatch_modes, below_subclasses
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, range, type, slice, property, type(Ellipsis)),
-    *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GenericAlias),
+    *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GenericAlias, pathlib.PurePath),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 CONTAINERS = (dict, list, set, collections.deque, types.CellType)
@@ -80,17 +81,18 @@ def walk(root: Any, stop: Callable[[Any], bool] = lambda obj: False) -> Iterator
 
 def children(obj: Any) -> list[tuple[str, Any]]:
     """What an object holds, each with the step of the path that leads there."""
-    if isinstance(obj, dict):
-        return [(f"[{key!r}]", value) for key, value in obj.items()] + [(".keys()", key) for key in obj]
-    if isinstance(obj, (list, tuple, set, frozenset, collections.deque)):
-        return [(f"[{index}]", value) for index, value in enumerate(obj)]
+    found: list[tuple[str, Any]] = []
     if isinstance(obj, types.MethodType):
         return [(".__self__", obj.__self__), (".__func__", obj.__func__)]
     if isinstance(obj, types.CellType):
         return [("", value) for value in contents(obj)]
     if isinstance(obj, weakref.ref):
         return [(" (a weak reference)", obj())]
-    found = [(f".{key}", value) for key, value in attributes(obj).items()]
+    if isinstance(obj, dict):
+        found = [(f"[{key!r}]", value) for key, value in obj.items()] + [(".keys()", key) for key in obj]
+    elif isinstance(obj, (list, tuple, set, frozenset, collections.deque)):
+        found = [(f"[{index}]", value) for index, value in enumerate(obj)]
+    found += [(f".{key}", value) for key, value in attributes(obj).items()]
     if isinstance(obj, types.FunctionType):
         cells = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
         found += [(f" (closure over {name})", cell) for name, cell in cells]
@@ -98,9 +100,35 @@ def children(obj: Any) -> list[tuple[str, Any]]:
     elif isinstance(obj, functools.partial):
         found += [(".func", obj.func), (".args", obj.args), (".keywords", obj.keywords)]
     elif not isinstance(obj, (nn.Module, Tensor)):
-        slots = [name for kind in type(obj).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-        found += [(f".{name}", getattr(obj, name)) for name in slots if _holds(obj, name)]
+        found += [(f".{name}", value) for name, value in Slots(obj).items()]
     return found
+
+
+class Slots(MutableMapping[str, Any]):
+    """The `__slots__` of an object that hold something, as a mapping that writes to them, frozen ones included."""
+
+    def __init__(self, obj: Any):
+        kinds = [vars(kind) for kind in type(obj).__mro__ if "__slots__" in vars(kind)]
+        self._obj = obj
+        self.names = [key for kind in kinds for key, value in kind.items() if type(value) is types.MemberDescriptorType]
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self._obj, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._obj, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._obj, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def attributes(obj: Any) -> dict[str, Any]:
@@ -112,9 +140,9 @@ def attributes(obj: Any) -> dict[str, Any]:
 
 
 def contents(container: Any) -> tuple[Any, ...]:
-    """The values in a container, in its order."""
-    if isinstance(container, dict):
-        return tuple(container.values())
+    """The keys and the values in a container, in its order."""
+    if isinstance(container, (dict, Slots)):
+        return (*container.keys(), *container.values())
     if isinstance(container, types.CellType):
         try:
             return (container.cell_contents,)
@@ -131,14 +159,6 @@ def is_object(obj: Any) -> bool:
 def pretty(path: str) -> str:
     """A path as one would write it: `l.weight`, not `._modules['l']._parameters['weight']`."""
     return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path).removeprefix(".")
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _holds(obj: Any, name: str) -> bool:
-    return name not in ("__dict__", "__weakref__") and not name.startswith("__") and hasattr(obj, name)
 
 
 def _name(func: Any) -> str:

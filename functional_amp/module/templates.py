@@ -4,42 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
-from functional_amp.module.reach import CONTAINERS, absent, attributes, contents, is_object, pretty, walk
+from functional_amp.module.reach import Slots, absent, attributes, walk
+from functional_amp.module.watched import EVERY_CALL, Change, holders, is_buffer, opaque
 
 Tensors = dict[str, Tensor]
 
 _MACHINERY = {name for name in vars(nn.Module()) if name != "training"}
 _HOOKS = {name for name in _MACHINERY if "hook" in name}
 _MISSING = object()
-
-
-class Watched(NamedTuple):
-    """A container that a forward may change, and what it held."""
-
-    path: str
-    container: Any
-    namespace: bool
-    """True for the attributes of an object, False for a list, a dict, a variable of a closure."""
-    values: tuple[Any, ...]
-    before: Any
-
-    def changed(self) -> bool:
-        values = contents(self.container)
-        return len(values) != len(self.values) or not all(map(is_, values, self.values))
-
-
-class Change(NamedTuple):
-    """What a forward left at a place: its name, what was there and what is there now."""
-
-    name: str
-    namespace: bool
-    before: Any
-    now: Any
 
 
 class Template:
@@ -49,7 +27,7 @@ class Template:
         slots: the plan: which tensor goes where, as (container, key, name).
     """
 
-    def __init__(self, master: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str], shared: set[int]):
+    def __init__(self, master: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]):
         self.module: nn.Module = copy.deepcopy(master, dict(memo))
         for layer in self.module.modules():
             if isinstance(layer, nn.RNNBase):  # its own list of weights is among the slots
@@ -57,23 +35,23 @@ class Template:
         self.slots = slots(self.module, names)
         # Of tied places the first is the last here, so that what lies in it counts.
         self._placeholders = [(container, key, name, container[key]) for container, key, name in reversed(self.slots)]
-        self._watched: list[Watched] = []
-        for path, obj in walk(self.module, lambda obj: id(obj) in shared and is_object(obj)):
-            container = obj if isinstance(obj, CONTAINERS) else attributes(obj)
-            if (container is obj or container) and not (id(obj) in shared and is_object(obj)):
-                before = copy.copy(container) if isinstance(container, (dict, set)) else contents(container)
-                entry = Watched(path, container, container is not obj, contents(container), before)
-                self._watched.append(entry)
+        objects = list(walk(self.module))
+        self._watched = [entry for path, obj in objects for entry in holders(path, obj)]
+        self._bytes = [entry for path, obj in objects if (entry := opaque(path, obj))]
+        self._small = [entry for entry in self._bytes if len(entry.before) <= EVERY_CALL and is_buffer(entry.obj)]
         # What is compared after every call: what torch's own machinery and the slots hold is left out.
         placed = {(id(container), key) for container, key, _ in self.slots}
         entries = [entry for entry in self._watched if entry.path.rpartition(".")[2] not in _HOOKS]
-        self._dicts = [entry.container for entry in entries if isinstance(entry.container, dict)]
-        self._others = [entry for entry in entries if not isinstance(entry.container, dict)]
+        named = [
+            e for e in entries if type(e.container) is dict and (e.namespace or e.path.rpartition(".")[2] in _MACHINERY)
+        ]
+        dicts = {id(entry.container) for entry in named}
+        self._dicts = [entry.container for entry in named]
+        self._others = [entry for entry in entries if id(entry.container) not in dicts]  # whose order counts too
         self._sizes = list(map(len, self._dicts))
         compared = [
             (entry.container, key, value)
-            for entry in entries
-            if isinstance(entry.container, dict)
+            for entry in named
             for key, value in entry.container.items()
             if (id(entry.container), key) not in placed and not (entry.namespace and key in _MACHINERY)
         ]
@@ -96,26 +74,40 @@ class Template:
         """True if the containers hold what they held, once the tensors have been taken out. Hooks are not compared."""
         return (
             list(map(len, self._dicts)) == self._sizes
-            and all(map(is_, map(dict.get, self._owners, self._keys), self._values))
+            and all(map(is_, map(dict.get, self._owners, self._keys, repeat(_MISSING)), self._values))
             and not any(entry.changed() for entry in self._others)
+            and not any(entry.changed() for entry in self._small)
         )
 
     def changes(self) -> list[Change]:
-        """What the containers hold that they did not, once the tensors have been taken out."""
-        return [change for entry in self._watched if entry.changed() for change in _changes(entry)]
+        """What the containers hold that they did not, once the tensors have been taken out.
+
+        Raises:
+            RuntimeError: where bytes were written, which nothing puts back.
+        """
+        written = [(type(entry.obj).__name__, entry.path) for entry in self._bytes if entry.changed()]
+        if written:
+            self.put_back()
+            raise RuntimeError(
+                f"apply: found that the forward writes to the {written[0][0]} at {written[0][1]!r}, expected state in "
+                "buffers: the next call would not find it. Register a tensor in __init__ and use apply.with_buffers; "
+                "what needs no gradient may lie in a local variable."
+            )
+        return [change for entry in self._watched if entry.changed() for change in entry.changes()]
 
     def put_back(self) -> None:
         """Puts into the containers what they held."""
         for entry in self._watched:
             if entry.changed():
-                _fill(entry.container, entry.before)
+                entry.put_back()
 
     def seal(self, names: Iterable[str]) -> None:
         """Makes attributes unreadable, those that do not exist yet included."""
         for name in names:
             path, _, key = name.rpartition(".")
             for entry in self._watched:
-                if entry.namespace and entry.path == path:
+                unknown = isinstance(entry.container, Slots) and key not in entry.container.names
+                if entry.namespace and entry.path == path and not unknown:
                     entry.container[key] = absent(name, "before it is written.")
 
     def run(self, method: str, args: Any, kwargs: Any) -> Any:
@@ -147,23 +139,3 @@ def slots(module: nn.Module, names: Mapping[int, str]) -> list[tuple[Any, Any, s
         items = container.items() if isinstance(container, dict) else enumerate(container)
         found += [(container, key, names[id(value)]) for key, value in items if id(value) in names]
     return found
-
-
-def _changes(entry: Watched) -> list[Change]:
-    if not isinstance(entry.before, dict):
-        return [Change(entry.path, False, entry.before, contents(entry.container))]
-    found = []
-    for key in {**entry.before, **entry.container}:
-        before, now = entry.before.get(key, _MISSING), entry.container.get(key, _MISSING)
-        if before is not now:
-            name = f"{entry.path}.{key}".removeprefix(".") if entry.namespace else pretty(f".{entry.path}[{key!r}]")
-            found.append(Change(name, entry.namespace, before, now))
-    return found
-
-
-def _fill(container: Any, values: Any) -> None:
-    if hasattr(container, "cell_contents") or not hasattr(container, "clear"):
-        container.cell_contents = values[0]
-        return
-    container.clear()
-    container.update(values) if isinstance(container, (dict, set)) else container.extend(values)
