@@ -321,6 +321,94 @@ def test_a_class_that_hides_a_state_is_refused_at_init(cls: Any):
         from_torch(cls).init(PARAMS)
 
 
+# Refused by a rehearsal
+
+
+class BeginsFromSigns(Plain):
+    def factor(self, p: Any, group: dict[str, Any]) -> Any:
+        state = self.state[p]
+        if "m" not in state:
+            state["m"] = p.grad.sign()  # the sign of NaN is 0
+        state["m"] = 0.9 * state["m"] + 0.1 * p.grad.sign()
+        return state["m"]
+
+
+class BeginsWithoutNaN(Plain):
+    def factor(self, p: Any, group: dict[str, Any]) -> Any:
+        mean = self.state[p].setdefault("m", p.grad.nan_to_num().abs() + 1e-3)
+        mean.mul_(0.9).add_(0.1 * p.grad.abs())
+        return 1 / mean
+
+
+class LeavesOutNaN(Plain):
+    def one(self, p: Any, group: dict[str, Any]) -> None:
+        if p.grad.isfinite().all():
+            p.sub_(self.state[p].setdefault("m", torch.zeros_like(p)).add_(p.grad))
+
+
+class StepsAnother(Plain):
+    """Its parameters are known to an optimizer inside it."""
+
+    def made(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.inner: Any = staticmethod(lambda: torch.optim.SGD(params, 0.1)).__func__
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.inner().step()
+
+
+KNOWN = []
+
+
+class KnownOutside(Plain):
+    """Its parameters are in a list of the module."""
+
+    def made(self) -> None:
+        KNOWN[:] = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p in KNOWN:
+            if p.grad is not None:
+                p.sub_(p.grad)
+
+
+@pytest.mark.parametrize("cls", [BeginsFromSigns, BeginsWithoutNaN, LeavesOutNaN, StepsAnother, KnownOutside])
+def test_what_a_trial_does_not_show_is_refused_at_init_by_a_rehearsal(cls: Any):
+    with pytest.raises(TypeError, match=rf"from_torch: found .*\({cls.__name__}\).*Write an Optimizer"):
+        from_torch(cls).init(PARAMS)
+
+
+class DrawsNoise(Plain):
+    def factor(self, p: Any, group: dict[str, Any]) -> Any:
+        return torch.rand_like(p) + random.random()
+
+
+class WritesEverySecond(Plain):
+    def one(self, p: Any, group: dict[str, Any]) -> None:
+        total = self.state[p].setdefault("total", torch.zeros_like(p)).add_(p.grad)
+        if counted(self, p) % 2 == 0:
+            p.sub_(total)
+            total.zero_()
+
+
+@pytest.mark.parametrize("cls", [DrawsNoise, WritesEverySecond])
+def test_a_rehearsal_draws_the_same_numbers_and_waits_for_a_late_write(cls: Any):
+    before = torch.get_rng_state(), random.getstate()
+    optimizer, loop = from_torch(cls), Loop(cls, PARAMS, {})
+    params, state = PARAMS, optimizer.init(PARAMS)
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    for seed, grads in enumerate(GRADS):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        params, state = optimizer.step(grads, state, params)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        loop.step(grads)
+        assert_same_bits(params, loop.params)
+
+
 # Refused where it shows
 
 

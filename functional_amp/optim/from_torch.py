@@ -16,6 +16,7 @@ from functional_amp.optim.base import Optimizer, matched
 from functional_amp.optim.imperative import Hyper, Imperative
 from functional_amp.optim.in_place import Given, updated
 from functional_amp.optim.leafwise import zero_count
+from functional_amp.optim.rehearsal import rehearse
 from functional_amp.optim.trial import columns_of
 from functional_amp.tree import Flat, PyTree, check_structure, flatten, flatten_tensors, paths
 
@@ -91,7 +92,9 @@ def from_torch(
         count = zero_count(params)
         if not taken:
             return TorchState(count, {})
-        layout, first = imperative.begin([flat.leaves[index] for index in taken], names)
+        leaves = [flat.leaves[index] for index in taken]
+        layout, first = imperative.begin(leaves, names)
+        rehearse(imperative, leaves, names)
 
         def tree(leaves: list[Any]) -> PyTree:
             by_place = dict(zip(taken, leaves, strict=True))

@@ -41,7 +41,7 @@ class Imperative:
     def __init__(self, cls: type[torch.optim.Optimizer], hyper: Hyper, groups: Callable[[str, Tensor], Hyper] | None):
         self.cls, self.hyper, self.groups = cls, dict(hyper), groups
         self._layouts: dict[Any, Layout] = {}
-        self._built([torch.zeros(1, 1)], [[0]], [self.hyper])  # checks the hyperparameters
+        self.built([torch.zeros(1, 1)], [[0]], [self.hyper])  # checks the hyperparameters
         self.number = len(known)
         known.append(weakref.ref(self))
 
@@ -52,9 +52,9 @@ class Imperative:
 
     def begin(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[Layout, Kept]:
         """What is kept of these parameters, and what it is at first."""
-        members, hypers = self._grouped(params, paths)
+        members, hypers = self.grouped(params, paths)
         leaves = [as_parameter(copied(param)) for param in params]
-        layout, first = trial(self._built(leaves, members, hypers), leaves, members, hypers)
+        layout, first = trial(self.built(leaves, members, hypers), leaves, members, hypers)
         for hyper, slots in zip(hypers, layout.groups, strict=True):
             for slot in slots:
                 if _moves(hyper.get(slot.key)):
@@ -159,7 +159,7 @@ class Imperative:
             if not slot.write(found[slot.key], tensors):
                 refuse(self.cls, f"a value of another kind than before at {slot.key!r} in {what}")
 
-    def _built(self, leaves: Sequence[Tensor], members: list[list[int]], hypers: list[Hyper]) -> torch.optim.Optimizer:
+    def built(self, leaves: Sequence[Tensor], members: list[list[int]], hypers: list[Hyper]) -> torch.optim.Optimizer:
         """The imperative optimizer before its first step."""
         start = torch.zeros((), dtype=torch.int32)
         groups = []
@@ -179,7 +179,7 @@ class Imperative:
             optimizer.train()
         return optimizer
 
-    def _grouped(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[list[list[int]], list[Hyper]]:
+    def grouped(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[list[list[int]], list[Hyper]]:
         """The places of each group and its hyperparameters, in the order of the first parameters."""
         if self.groups is None:
             return [list(range(len(params)))], [self.hyper]
