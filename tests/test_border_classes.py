@@ -512,3 +512,21 @@ def test_parameters_and_state_share_no_memory_with_the_optimizer():
     again, state = optimizer.step(GRADS[1], state, params)
     places += [leaf.data_ptr() for leaf in (*again.values(), *state.state["m"].values())]
     assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_optimizer_all_of_whose_leaves_are_frozen_counts_no_update_as_sgd_does(donate: bool):
+    rate = fa.linear(1.0, 0.0, 4)
+    optimizer = fa.partition(
+        {"torch": from_torch(torch.optim.SGD, lr=rate), "ours": fa.sgd(rate)},
+        lambda path, leaf: "torch" if path == "v" else "ours",
+    )
+    params = {"v": torch.ones(1), "w": torch.ones(1)}
+    state = optimizer.init(params)
+    for grads in ({"v": None, "w": None}, {"v": None, "w": None}, {"v": torch.ones(1), "w": torch.ones(1)}):
+        params, state = fa.maybe_step(optimizer, params, state, grads, torch.tensor(True))
+        assert state["torch"].step == state["ours"].step
+    assert state["torch"].step == 1 and params["v"] == params["w"] == 0.0
+    step = fa.make_step(lambda p, x: (p["w"] * x).sum(), optimizer, donate=donate)
+    moved, _ = step(fa.init_state({"v": None, "w": torch.ones(1)}, optimizer), [torch.ones(1)])
+    assert moved.opt_state["ours"].step == 1

@@ -132,6 +132,8 @@ def from_torch(
             opt_state.step,
             names,
         )
+        if taken and all([grad is None for grad in given.grads]):  # all frozen: a schedule begins when they do
+            return params, opt_state
         work, kept_work = updated(imperative, given, divisor, applied, storage) if taken else ([], given.kept)
         for index, leaf in zip(taken, work, strict=True):
             flat.leaves[index] = leaf
