@@ -35,7 +35,7 @@ def kept_by(optimizer: Any) -> list[Mapping[str, Any]]:
         for param in group["params"]:
             kind = (number, type(param), param.shape, param.dtype, param.device)
             if kind not in kinds:
-                leaf = kinds[kind] = torch.zeros_like(param.detach()).requires_grad_()
+                leaf = kinds[kind] = torch.zeros_like(param.detach(), requires_grad=not group.get("differentiable"))
                 leaf.grad = torch.full_like(param.detach(), math.nan)
                 state[leaf] = {key: _copied(value) for key, value in optimizer.state.get(param, {}).items()}
                 params.append(leaf)

@@ -530,3 +530,17 @@ def test_an_optimizer_all_of_whose_leaves_are_frozen_counts_no_update_as_sgd_doe
     step = fa.make_step(lambda p, x: (p["w"] * x).sum(), optimizer, donate=donate)
     moved, _ = step(fa.init_state({"v": None, "w": torch.ones(1)}, optimizer), [torch.ones(1)])
     assert moved.opt_state["ours"].step == 1
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "RMSprop", "SGD", "Adam"])
+def test_a_differentiable_optimizer_has_the_bits_of_the_loop(name: str):
+    cls: Any = getattr(torch.optim, name)
+    hyper = {"lr": 0.1, "differentiable": True}
+    optimizer, loop = from_torch(cls, **hyper), Loop(cls, PARAMS, hyper)
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for grads in GRADS[:2]:
+        params, state = optimizer.step(grads, state, params)
+        loop.step(grads)
+        assert_same_bits(params, loop.params)
+    theirs = cls([(key, leaf.clone()) for key, leaf in PARAMS.items()], **hyper)
+    assert fa.opt_state_to_torch(state, theirs)["param_groups"][0]["differentiable"]

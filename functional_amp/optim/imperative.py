@@ -53,7 +53,7 @@ class Imperative:
     def begin(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[Layout, Kept]:
         """What is kept of these parameters, and what it is at first."""
         members, hypers = self.grouped(params, paths)
-        leaves = [as_parameter(copied(param)) for param in params]
+        leaves = [self.as_parameter(copied(param)) for param in params]
         layout, first = trial(self.built(leaves, members, hypers), leaves, members, hypers)
         for hyper, slots in zip(hypers, layout.groups, strict=True):
             for slot in slots:
@@ -96,7 +96,7 @@ class Imperative:
         """
         state = layout.taken_apart(tensors)
         recorded = torch.is_grad_enabled() and not can_write_in_place()
-        lent = list(params) if recorded else [as_parameter(param.detach()) for param in params]
+        lent = list(params) if recorded else [self.as_parameter(param.detach()) for param in params]
         waiting = iter(state.begun)
         begun = [next(waiting) if begins else None for begins in layout.begins]
         optimizer: Any = layout.template
@@ -134,6 +134,14 @@ class Imperative:
                     self._written({slot.key: group[slot.key] for slot in slots}, slots, given, "a group")
             finally:
                 optimizer.state, optimizer.param_groups = defaultdict(dict), bare
+
+    def as_parameter(self, leaf: Tensor) -> Tensor:
+        """A leaf as the class knows it, which may ask whether it requires a gradient.
+
+        With `differentiable=True` torch's classes record their writes, which a leaf that does forbids.
+        """
+        forbidden = self.hyper.get("differentiable") or leaf.is_inference() or not can_write_in_place()
+        return leaf if forbidden else leaf.requires_grad_()
 
     def _check_unchanged(self, layout: Layout, before: Sequence[Mapping[str, Any]]) -> None:
         """Raises TypeError where an update has changed what is kept nowhere."""
@@ -198,11 +206,6 @@ class Imperative:
                 members.append([])
             members[place].append(index)
         return members, [{**self.hyper, **hyper} for hyper in own]
-
-
-def as_parameter(leaf: Tensor) -> Tensor:
-    """A leaf as an imperative optimizer knows it, which may ask whether it requires a gradient."""
-    return leaf.requires_grad_() if can_write_in_place() and not leaf.is_inference() else leaf
 
 
 def set_schedules(groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper], count: Tensor) -> None:

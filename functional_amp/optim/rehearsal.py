@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_amp.engine.operators import can_write_in_place
 from functional_amp.engine.random import all_generators_kept
 from functional_amp.engine.sharded import is_sharded, local
-from functional_amp.optim.imperative import Imperative, as_parameter, set_schedules
+from functional_amp.optim.imperative import Imperative, set_schedules
 from functional_amp.optim.trial import refuse
 from functional_amp.torch_private import is_fake, is_wrapper
 
@@ -33,7 +33,7 @@ def rehearse(imperative: Imperative, params: Sequence[Tensor], paths: Sequence[s
     with all_generators_kept():
         layout, first = imperative.begin(ours, names)
     members, hypers = imperative.grouped(ours, names)
-    loop = imperative.built(list(map(as_parameter, theirs)), members, hypers)
+    loop = imperative.built(list(map(imperative.as_parameter, theirs)), members, hypers)
     kept = first.tensors()
     for update, factor in enumerate(FACTORS):
         before = [leaf.detach().clone() for leaf in theirs]
