@@ -80,7 +80,7 @@ def opt_state_to_torch(
     """Write the state that a `torch.optim.SGD`, `Adam` or `AdamW` goes on from, or any class that `from_torch` took.
 
     Args:
-        opt_state: the state of `sgd`, `adam`, `adamw`, or of a `partition` of these.
+        opt_state: the state of `sgd`, `adam`, `adamw`, of a `partition` of these, or a `TorchState`.
         torch_optimizer: the one that is to load it; it is not changed, and its hyperparameters are kept.
         names: as for `opt_state_from_torch`.
 
@@ -89,7 +89,7 @@ def opt_state_to_torch(
 
     Raises:
         TypeError: for a state of another optimizer, or another `torch_optimizer`.
-        ValueError: naming what cannot be carried: amsgrad, maximize, a parameter without a state, another
+        ValueError: naming what cannot be carried: amsgrad, maximize, a parameter that one side alone has, another
             shape, a dtype that torch would round (torch keeps the averages of half-precision parameters in half).
 
     >>> import torch

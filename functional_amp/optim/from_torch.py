@@ -58,8 +58,8 @@ def from_torch(
         an update is one operator. `torch.func.grad` through it needs `differentiable=True`.
 
     Raises:
-        TypeError: for something else than such a class; from `init`, where a trial step on copies shows that it
-            keeps what can't be followed.
+        TypeError: for something else than such a class; from `init`, where a trial step on copies, or a few updates
+            beside the class's own, show that it keeps what can't be followed; from an update that changes such a thing.
         ValueError: for hyperparameters that the class refuses, or a schedule of one that it renames.
 
     On an accelerator, pass `capturable=True` where the class has it: otherwise it counts its steps on the host, and
