@@ -544,3 +544,26 @@ def test_a_differentiable_optimizer_has_the_bits_of_the_loop(name: str):
         assert_same_bits(params, loop.params)
     theirs = cls([(key, leaf.clone()) for key, leaf in PARAMS.items()], **hyper)
     assert fa.opt_state_to_torch(state, theirs)["param_groups"][0]["differentiable"]
+
+
+class RebindsItsState(Plain):
+    def factor(self, p: Any, group: dict[str, Any]) -> Any:
+        momentum = self.state[p].setdefault("m", torch.zeros_like(p))
+        momentum.data = momentum.data * 0.9 + p.grad
+        return momentum
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("cls", [AssignsData, Sets, AsksForGrad, WrapsItsStep, RebindsItsState])
+def test_a_compiled_step_follows_a_class_that_writes_in_its_own_way(cls: Any, donate: bool):
+    optimizer, loop = from_torch(cls, lr=0.1), Loop(cls, PARAMS, {"lr": 0.1})
+    step = fa.make_step(loss_fn, optimizer, donate=donate, compile={"backend": "aot_eager"})
+    state = fa.init_state(PARAMS, optimizer, fa.NoScale())
+    for leaf in loop.params.values():
+        leaf.requires_grad_()
+    for grads in GRADS[:3]:
+        state, _ = step(state, [grads])
+        loop.step(grads)
+        assert_same_bits(state.params, {name: leaf.detach() for name, leaf in loop.params.items()})
