@@ -11,7 +11,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype
 from functional_amp.optim import AdamState, SGDState, TorchState
-from functional_amp.torch_dicts import TorchDict, exported, imported
+from functional_amp.torch_dicts import TorchDict, check_applied, check_no_more, exported, imported
 from functional_amp.tree import PyTree, flatten, paths
 
 _Node: TypeAlias = SGDState | AdamState
@@ -70,10 +70,7 @@ def opt_state_from_torch(
             f"names: found no {sorted(unknown)}, expected each path in params. Remedy: pass the names in the order of "
             "torch's groups, [name for name, _ in model.named_parameters()]."
         )
-    if applied is not None and (isinstance(applied, bool) or not isinstance(applied, int) or applied < 0):
-        raise ValueError(
-            f"applied: found {applied!r}, expected an int >= 0. Remedy: count the updates, not the skipped."
-        )
+    check_applied(applied)
     return cast(Any, optree.tree_unflatten(spec, [_node_from(node, theirs, applied) for node in nodes]))
 
 
@@ -83,7 +80,7 @@ def opt_state_to_torch(
     """Write the state that a `torch.optim.SGD`, `Adam` or `AdamW` goes on from, or any class that `from_torch` took.
 
     Args:
-        opt_state: the state of `sgd`, `adam`, `adamw`, or of a `partition` of these.
+        opt_state: the state of `sgd`, `adam`, `adamw`, of a `partition` of these, or a `TorchState`.
         torch_optimizer: the one that is to load it; it is not changed, and its hyperparameters are kept.
         names: as for `opt_state_from_torch`.
 
@@ -92,7 +89,7 @@ def opt_state_to_torch(
 
     Raises:
         TypeError: for a state of another optimizer, or another `torch_optimizer`.
-        ValueError: naming what cannot be carried: amsgrad, maximize, a parameter without a state, another
+        ValueError: naming what cannot be carried: amsgrad, maximize, a parameter that one side alone has, another
             shape, a dtype that torch would round (torch keeps the averages of half-precision parameters in half).
 
     >>> import torch
@@ -101,8 +98,13 @@ def opt_state_to_torch(
     >>> theirs = torch.optim.AdamW(model.named_parameters())
     >>> theirs.load_state_dict(opt_state_to_torch(adamw().init(dict(model.named_parameters())), theirs))
     """
+    if isinstance(opt_state, TorchState) and isinstance(torch_optimizer, torch.optim.Optimizer):
+        return exported(opt_state, torch_optimizer, names)
     if isinstance(opt_state, TorchState):
-        return exported(opt_state, torch_optimizer.state_dict(), names)
+        raise TypeError(
+            f"torch_optimizer: found {type(torch_optimizer).__name__}, expected the torch.optim optimizer that is to "
+            "load the state. Remedy: pass the optimizer itself, and not its state_dict()."
+        )
     if not isinstance(torch_optimizer, (torch.optim.SGD, torch.optim.Adam)):  # AdamW is an Adam
         raise TypeError(
             f"torch_optimizer: found {type(torch_optimizer).__name__}, expected torch.optim.SGD, Adam or AdamW. "
@@ -114,7 +116,8 @@ def opt_state_to_torch(
     parameters = [parameter for group in torch_optimizer.param_groups for parameter in group["params"]]
     by_name = dict(zip(theirs.states, parameters, strict=True))
     states: dict[str, dict[str, Tensor]] = {}
-    for node in _nodes(opt_state)[0]:
+    nodes = _nodes(opt_state)[0]
+    for node in nodes:
         if not isinstance(node, kind):
             raise TypeError(
                 f"opt_state: found {type(node).__name__}, expected {kind.__name__} for "
@@ -127,6 +130,8 @@ def opt_state_to_torch(
                     "torch's groups, [name for name, _ in model.named_parameters()]."
                 )
         states.update(_states_of(node, by_name))
+    if all(map(_slots, nodes)):  # without momentum a state does not say whose it is
+        check_no_more([name for node in nodes for name in _slot_names(node)], by_name)
     numbered = zip(theirs.indices, theirs.states, strict=True)
     return {**written, "state": {index: states[name] for index, name in numbered if name in states}}
 
@@ -138,7 +143,8 @@ def _nodes(opt_state: PyTree) -> tuple[list[_Node], Any]:
         if not isinstance(node, _Node):
             raise TypeError(
                 f"opt_state: found {type(node).__name__}, expected the state of sgd, adam, adamw or a partition of "
-                "them. Remedy: pass optimizer.init(params)."
+                "them. Remedy: pass optimizer.init(params) of one of these. Of a chain or a partition with others, "
+                "carry the part alone: opt_state[-1], or opt_state[label]."
             )
     return cast(Any, nodes), spec
 
@@ -214,6 +220,11 @@ def _sgd_count(states: Mapping[str, Mapping[str, Any]], theirs: TorchDict, appli
 
 def _carried(value: Tensor, leaf: Tensor, what: str) -> Tensor:
     """Torch's tensor for a leaf of the template; half precision is widened, which is exact."""
+    if value.shape == leaf.shape and leaf.dtype != accumulation_dtype(leaf.dtype):
+        raise ValueError(
+            f"{what}: found {value.dtype}, expected {leaf.dtype}, the state_dtype here, which would round it. Remedy: "
+            "read it into the state of an optimizer without state_dtype, and go on with that."
+        )
     if value.shape != leaf.shape or accumulation_dtype(value.dtype) != leaf.dtype:
         raise ValueError(
             f"{what}: found {value.dtype} of shape {tuple(value.shape)}, expected {leaf.dtype} of shape "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.optim import TorchState
+from functional_amp.torch_probe import fitted, is_kept, kept_by
 from functional_amp.tree import PyTree, flatten, paths
 
 
@@ -27,6 +28,11 @@ class TorchDict(NamedTuple):
                 "Remedy: pass torch_optimizer.state_dict()."
             )
         groups = torch_state["param_groups"]
+        if not all([isinstance(group, Mapping) and "params" in group for group in groups]):
+            raise TypeError(
+                "torch_state: found a group without 'params', expected the dict of a torch.optim optimizer. "
+                "Remedy: pass torch_optimizer.state_dict()."
+            )
         indices = [index for group in groups for index in group["params"]]
         names = [name for group in groups for name in group.get("param_names", ())] if names is None else list(names)
         if len(names) != len(indices) or len(set(names)) != len(names) or not all(isinstance(n, str) for n in names):
@@ -49,16 +55,36 @@ class TorchDict(NamedTuple):
         )
 
 
+def check_applied(applied: Any) -> None:
+    """Raises ValueError unless it is None or a count of updates."""
+    if applied is not None and (isinstance(applied, bool) or not isinstance(applied, int) or applied < 0):
+        raise ValueError(
+            f"applied: found {applied!r}, expected an int >= 0. Remedy: count the updates, not the skipped."
+        )
+
+
 def imported(
     opt_state: TorchState, theirs: TorchDict, groups: Sequence[Mapping[str, Any]], applied: int | None
 ) -> TorchState:
-    """A state like the template with the values of torch's dict, in storage of its own."""
-    counts = {int(state["step"]) for state in theirs.states.values() if "step" in state}
+    """A state like the template with the values of torch's dict, in storage of its own.
+
+    Groups hold the same parameters on both sides: a state does not say which.
+    """
+    check_applied(applied)
+    count = _count(opt_state, theirs, applied)
     begun = [name for name, state in theirs.states.items() if _present(state)]
-    if applied is None and begun and not counts:
+    slots = _slots(opt_state)
+    unknown = sorted(set(slots) - set(theirs.states))
+    if unknown:
         raise ValueError(
-            "applied: found none, expected the number of updates so far, which this dict does not have. "
-            "Remedy: pass applied=..., which schedules go by."
+            f"names: found no {unknown}, expected each path in params. Remedy: pass the names in the order of torch's "
+            "groups, [name for name, _ in model.named_parameters()]."
+        )
+    strangers = [name for name in begun if name not in slots]
+    if strangers:
+        raise ValueError(
+            f"torch_state: found a state for {strangers}, expected none: they are not in opt_state. Remedy: pass the "
+            "names as the paths in params read, and an optimizer that does not freeze them."
         )
 
     def taken(key: str, name: str, leaf: Tensor | None) -> Tensor | None:
@@ -78,54 +104,124 @@ def imported(
             )
         return value.detach().to(leaf.device, copy=True)
 
-    known = {name for tree in opt_state.state.values() for name in _by_name(tree)}
-    unknown = sorted(known - set(theirs.states))
-    if unknown:
-        raise ValueError(
-            f"names: found no {unknown}, expected each path in params. Remedy: pass the names in the order of torch's "
-            "groups, [name for name, _ in model.named_parameters()]."
-        )
     state = {key: _mapped(lambda name, leaf, key=key: taken(key, name, leaf), t) for key, t in opt_state.state.items()}
+    for name in begun:
+        more = sorted({key for key, value in theirs.states[name].items() if is_kept(value)} - slots[name])
+        if more:
+            raise ValueError(
+                f"{name}: found {more}, expected {sorted(slots[name])} alone. Remedy: pass the state of the same class "
+                "with the same hyperparameters."
+            )
     numbers = tuple(
         [
-            {key: torch.as_tensor(group[key], dtype=leaf.dtype).clone() for key, leaf in kept.items()}
-            for kept, group in zip(opt_state.groups, groups, strict=bool(opt_state.groups))
+            {key: _entry(group, key, leaf, begun=bool(begun)) for key, leaf in kept.items()}
+            for kept, group in zip(opt_state.groups, _in_our_order(opt_state, groups, theirs), strict=False)
         ]
     )
     flags = _mapped(lambda name, leaf: None if leaf is None else torch.tensor(name in begun), opt_state.begun)
-    count = max(counts, default=0) if applied is None else applied
     return TorchState(torch.full_like(opt_state.step, count), state, numbers, flags)
 
 
-def exported(opt_state: TorchState, written: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
+def exported(opt_state: TorchState, torch_optimizer: torch.optim.Optimizer, names: Iterable[str] | None) -> Any:
     """Torch's dict with the values of a state, in storage of its own."""
+    written: dict[str, Any] = torch_optimizer.state_dict()
     theirs = TorchDict.of(written, names)
-    begun = _by_name(opt_state.begun)
-    states: dict[str, dict[str, Any]] = {}
+    slots, begun = _slots(opt_state), _by_name(opt_state.begun)
+    for name in slots:
+        if name not in theirs.states:
+            raise ValueError(
+                f"names: found no {name!r}, expected each path in params. Remedy: pass the names in the order of "
+                "torch's groups, [name for name, _ in model.named_parameters()]."
+            )
+    parameters = [parameter for group in torch_optimizer.param_groups for parameter in group["params"]]
+    check_no_more(slots, dict(zip(theirs.states, parameters, strict=True)))
+    ours: dict[str, dict[str, Tensor]] = {}
     for key, tree in opt_state.state.items():
         for name, leaf in _by_name(tree).items():
-            if name not in theirs.states:
-                raise ValueError(
-                    f"names: found no {name!r}, expected each path in params. Remedy: pass the names in the order of "
-                    "torch's groups, [name for name, _ in model.named_parameters()]."
-                )
             if "." in key:
                 raise ValueError(f"{key} of {name}: found a low-bit state, which is not carried. Remedy: let it start.")
-            if int(opt_state.step) and (name not in begun or begun[name]):
-                states.setdefault(name, {})[key] = _as_torch_has_it(leaf)
-    numbers = opt_state.groups or [{}] * len(written["param_groups"])
-    groups = [
-        {**group, **{key: _as_torch_has_it(leaf) for key, leaf in kept.items()}}
-        for group, kept in zip(written["param_groups"], numbers, strict=True)
-    ]
+            ours.setdefault(name, {})[key] = leaf
+    owner = type(torch_optimizer).__name__
+    states = {
+        name: fitted(name, ours[name], parameter, kept, owner)
+        for name, parameter, kept in zip(theirs.states, parameters, kept_by(torch_optimizer), strict=True)
+        if name in ours and int(opt_state.step) and (name not in begun or begun[name])
+    }
+    groups = [dict(group) for group in written["param_groups"]]
+    for kept, group in zip(opt_state.groups, _in_our_order(opt_state, groups, theirs), strict=False):
+        group.update({key: _as_torch_has_it(leaf, group.get(key)) for key, leaf in kept.items()})
     numbered = zip(theirs.indices, theirs.states, strict=True)
     return {"state": {index: states[name] for index, name in numbered if name in states}, "param_groups": groups}
 
 
-def _as_torch_has_it(leaf: Tensor) -> Any:
-    """A Python number where `from_torch` kept one as a 0-dim tensor."""
-    number = leaf.dim() == 0 and leaf.dtype in (torch.int64, torch.float64, torch.bool)
-    return leaf.item() if number else leaf.detach().clone()
+def check_no_more(known: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where torch trains a parameter that a state does not have."""
+    known = set(known)
+    more = [name for name, parameter in parameters.items() if known and name not in known and parameter.requires_grad]
+    if more:
+        raise ValueError(
+            f"torch_optimizer: found {more}, expected the parameters of opt_state alone. Remedy: give them an "
+            "optimizer of their own, or requires_grad_(False)."
+        )
+
+
+def _count(opt_state: TorchState, theirs: TorchDict, applied: int | None) -> int:
+    """Updates so far: as the states of the parameters say, or as the caller does."""
+    counts = {int(state["step"]) for state in theirs.states.values() if state.get("step") is not None}
+    if applied is None and not counts and (theirs.states and "step" not in opt_state.state):
+        raise ValueError(
+            "applied: found none, expected the number of updates so far, which this dict does not have. "
+            "Remedy: pass applied=..., which schedules go by."
+        )
+    count = max(counts, default=0) if applied is None else applied
+    if counts and (count < max(counts) or (len(counts) == 1 and count not in counts)):
+        raise ValueError(f"applied: found {count}, expected {max(counts)} as torch_state says. Remedy: leave it out.")
+    return count
+
+
+def _slots(opt_state: TorchState) -> dict[str, set[str]]:
+    """The names of what is kept of each parameter."""
+    slots: dict[str, set[str]] = {}
+    for key, tree in opt_state.state.items():
+        for name in _by_name(tree):
+            slots.setdefault(name, set()).add(key.partition(".")[0])
+    return slots
+
+
+def _in_our_order(opt_state: TorchState, groups: Sequence[Any], theirs: TorchDict) -> list[Any]:
+    """Torch's groups in the order of ours, which is that of the first parameter of each."""
+    if not opt_state.groups:
+        return []
+    if len(groups) != len(opt_state.groups):
+        raise ValueError(
+            f"param_groups: found {len(groups)}, expected {len(opt_state.groups)} as in opt_state. Remedy: give both "
+            "optimizers the same groups; from_torch makes one of all parameters with the same hyperparameters."
+        )
+    if len(groups) == 1:
+        return list(groups)
+    order = paths(next(iter(opt_state.state.values()))) if opt_state.state else []
+    at = dict(zip(theirs.indices, theirs.states, strict=True))
+    places = [[order.index(at[i]) for i in group["params"] if at[i] in order] for group in groups]
+    if not all(places):
+        raise ValueError(
+            f"param_groups: found {len(groups)} with numbers, expected one, or a state of each parameter, which says "
+            "whose they are. Remedy: give all parameters one group, or let the optimizer start."
+        )
+    return [groups[number] for number in sorted(range(len(groups)), key=lambda number: min(places[number]))]
+
+
+def _entry(group: Mapping[str, Any], key: str, leaf: Tensor, *, begun: bool) -> Tensor:
+    """What a group has under a key, like a leaf; before the first update it may have nothing yet."""
+    if key not in group and begun:
+        raise ValueError(
+            f"param_groups: found no {key!r}, expected it in each. Remedy: take the state of the same class."
+        )
+    return torch.as_tensor(group.get(key, leaf), dtype=leaf.dtype).clone()
+
+
+def _as_torch_has_it(leaf: Tensor, like: Any) -> Any:
+    """A Python number where torch has one."""
+    return leaf.detach().clone() if isinstance(like, Tensor) else leaf.item()
 
 
 def _present(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -321,6 +321,94 @@ def test_a_class_that_hides_a_state_is_refused_at_init(cls: Any):
         from_torch(cls).init(PARAMS)
 
 
+# Refused by a rehearsal
+
+
+class BeginsFromSigns(Plain):
+    def factor(self, p: Any, group: dict[str, Any]) -> Any:
+        state = self.state[p]
+        if "m" not in state:
+            state["m"] = p.grad.sign()  # the sign of NaN is 0
+        state["m"] = 0.9 * state["m"] + 0.1 * p.grad.sign()
+        return state["m"]
+
+
+class BeginsWithoutNaN(Plain):
+    def factor(self, p: Any, group: dict[str, Any]) -> Any:
+        mean = self.state[p].setdefault("m", p.grad.nan_to_num().abs() + 1e-3)
+        mean.mul_(0.9).add_(0.1 * p.grad.abs())
+        return 1 / mean
+
+
+class LeavesOutNaN(Plain):
+    def one(self, p: Any, group: dict[str, Any]) -> None:
+        if p.grad.isfinite().all():
+            p.sub_(self.state[p].setdefault("m", torch.zeros_like(p)).add_(p.grad))
+
+
+class StepsAnother(Plain):
+    """Its parameters are known to an optimizer inside it."""
+
+    def made(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.inner: Any = staticmethod(lambda: torch.optim.SGD(params, 0.1)).__func__
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.inner().step()
+
+
+KNOWN = []
+
+
+class KnownOutside(Plain):
+    """Its parameters are in a list of the module."""
+
+    def made(self) -> None:
+        KNOWN[:] = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p in KNOWN:
+            if p.grad is not None:
+                p.sub_(p.grad)
+
+
+@pytest.mark.parametrize("cls", [BeginsFromSigns, BeginsWithoutNaN, LeavesOutNaN, StepsAnother, KnownOutside])
+def test_what_a_trial_does_not_show_is_refused_at_init_by_a_rehearsal(cls: Any):
+    with pytest.raises(TypeError, match=rf"from_torch: found .*\({cls.__name__}\).*Write an Optimizer"):
+        from_torch(cls).init(PARAMS)
+
+
+class DrawsNoise(Plain):
+    def factor(self, p: Any, group: dict[str, Any]) -> Any:
+        return torch.rand_like(p) + random.random()
+
+
+class WritesEverySecond(Plain):
+    def one(self, p: Any, group: dict[str, Any]) -> None:
+        total = self.state[p].setdefault("total", torch.zeros_like(p)).add_(p.grad)
+        if counted(self, p) % 2 == 0:
+            p.sub_(total)
+            total.zero_()
+
+
+@pytest.mark.parametrize("cls", [DrawsNoise, WritesEverySecond])
+def test_a_rehearsal_draws_the_same_numbers_and_waits_for_a_late_write(cls: Any):
+    before = torch.get_rng_state(), random.getstate()
+    optimizer, loop = from_torch(cls), Loop(cls, PARAMS, {})
+    params, state = PARAMS, optimizer.init(PARAMS)
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    for seed, grads in enumerate(GRADS):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        params, state = optimizer.step(grads, state, params)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        loop.step(grads)
+        assert_same_bits(params, loop.params)
+
+
 # Refused where it shows
 
 
@@ -424,3 +512,58 @@ def test_parameters_and_state_share_no_memory_with_the_optimizer():
     again, state = optimizer.step(GRADS[1], state, params)
     places += [leaf.data_ptr() for leaf in (*again.values(), *state.state["m"].values())]
     assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_optimizer_all_of_whose_leaves_are_frozen_counts_no_update_as_sgd_does(donate: bool):
+    rate = fa.linear(1.0, 0.0, 4)
+    optimizer = fa.partition(
+        {"torch": from_torch(torch.optim.SGD, lr=rate), "ours": fa.sgd(rate)},
+        lambda path, leaf: "torch" if path == "v" else "ours",
+    )
+    params = {"v": torch.ones(1), "w": torch.ones(1)}
+    state = optimizer.init(params)
+    for grads in ({"v": None, "w": None}, {"v": None, "w": None}, {"v": torch.ones(1), "w": torch.ones(1)}):
+        params, state = fa.maybe_step(optimizer, params, state, grads, torch.tensor(True))
+        assert state["torch"].step == state["ours"].step
+    assert state["torch"].step == 1 and params["v"] == params["w"] == 0.0
+    step = fa.make_step(lambda p, x: (p["w"] * x).sum(), optimizer, donate=donate)
+    moved, _ = step(fa.init_state({"v": None, "w": torch.ones(1)}, optimizer), [torch.ones(1)])
+    assert moved.opt_state["ours"].step == 1
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "RMSprop", "SGD", "Adam"])
+def test_a_differentiable_optimizer_has_the_bits_of_the_loop(name: str):
+    cls: Any = getattr(torch.optim, name)
+    hyper = {"lr": 0.1, "differentiable": True}
+    optimizer, loop = from_torch(cls, **hyper), Loop(cls, PARAMS, hyper)
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for grads in GRADS[:2]:
+        params, state = optimizer.step(grads, state, params)
+        loop.step(grads)
+        assert_same_bits(params, loop.params)
+    theirs = cls([(key, leaf.clone()) for key, leaf in PARAMS.items()], **hyper)
+    assert fa.opt_state_to_torch(state, theirs)["param_groups"][0]["differentiable"]
+
+
+class RebindsItsState(Plain):
+    def factor(self, p: Any, group: dict[str, Any]) -> Any:
+        momentum = self.state[p].setdefault("m", torch.zeros_like(p))
+        momentum.data = momentum.data * 0.9 + p.grad
+        return momentum
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("cls", [AssignsData, Sets, AsksForGrad, WrapsItsStep, RebindsItsState])
+def test_a_compiled_step_follows_a_class_that_writes_in_its_own_way(cls: Any, donate: bool):
+    optimizer, loop = from_torch(cls, lr=0.1), Loop(cls, PARAMS, {"lr": 0.1})
+    step = fa.make_step(loss_fn, optimizer, donate=donate, compile={"backend": "aot_eager"})
+    state = fa.init_state(PARAMS, optimizer, fa.NoScale())
+    for leaf in loop.params.values():
+        leaf.requires_grad_()
+    for grads in GRADS[:3]:
+        state, _ = step(state, [grads])
+        loop.step(grads)
+        assert_same_bits(state.params, {name: leaf.detach() for name, leaf in loop.params.items()})

@@ -16,6 +16,7 @@ from functional_amp.optim.base import Optimizer, matched
 from functional_amp.optim.imperative import Hyper, Imperative
 from functional_amp.optim.in_place import Given, updated
 from functional_amp.optim.leafwise import zero_count
+from functional_amp.optim.rehearsal import rehearse
 from functional_amp.optim.trial import columns_of
 from functional_amp.tree import Flat, PyTree, check_structure, flatten, flatten_tensors, paths
 
@@ -57,8 +58,8 @@ def from_torch(
         an update is one operator. `torch.func.grad` through it needs `differentiable=True`.
 
     Raises:
-        TypeError: for something else than such a class; from `init`, where a trial step on copies shows that it
-            keeps what can't be followed.
+        TypeError: for something else than such a class; from `init`, where a trial step on copies, or a few updates
+            beside the class's own, show that it keeps what can't be followed; from an update that changes such a thing.
         ValueError: for hyperparameters that the class refuses, or a schedule of one that it renames.
 
     On an accelerator, pass `capturable=True` where the class has it: otherwise it counts its steps on the host, and
@@ -91,7 +92,9 @@ def from_torch(
         count = zero_count(params)
         if not taken:
             return TorchState(count, {})
-        layout, first = imperative.begin([flat.leaves[index] for index in taken], names)
+        leaves = [flat.leaves[index] for index in taken]
+        layout, first = imperative.begin(leaves, names)
+        rehearse(imperative, leaves, names)
 
         def tree(leaves: list[Any]) -> PyTree:
             by_place = dict(zip(taken, leaves, strict=True))
@@ -129,6 +132,8 @@ def from_torch(
             opt_state.step,
             names,
         )
+        if taken and all([grad is None for grad in given.grads]):  # all frozen: a schedule begins when they do
+            return params, opt_state
         work, kept_work = updated(imperative, given, divisor, applied, storage) if taken else ([], given.kept)
         for index, leaf in zip(taken, work, strict=True):
             flat.leaves[index] = leaf

@@ -41,7 +41,7 @@ class Imperative:
     def __init__(self, cls: type[torch.optim.Optimizer], hyper: Hyper, groups: Callable[[str, Tensor], Hyper] | None):
         self.cls, self.hyper, self.groups = cls, dict(hyper), groups
         self._layouts: dict[Any, Layout] = {}
-        self._built([torch.zeros(1, 1)], [[0]], [self.hyper])  # checks the hyperparameters
+        self.built([torch.zeros(1, 1)], [[0]], [self.hyper])  # checks the hyperparameters
         self.number = len(known)
         known.append(weakref.ref(self))
 
@@ -52,9 +52,9 @@ class Imperative:
 
     def begin(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[Layout, Kept]:
         """What is kept of these parameters, and what it is at first."""
-        members, hypers = self._grouped(params, paths)
-        leaves = [as_parameter(copied(param)) for param in params]
-        layout, first = trial(self._built(leaves, members, hypers), leaves, members, hypers)
+        members, hypers = self.grouped(params, paths)
+        leaves = [self.as_parameter(copied(param)) for param in params]
+        layout, first = trial(self.built(leaves, members, hypers), leaves, members, hypers)
         for hyper, slots in zip(hypers, layout.groups, strict=True):
             for slot in slots:
                 if _moves(hyper.get(slot.key)):
@@ -96,7 +96,7 @@ class Imperative:
         """
         state = layout.taken_apart(tensors)
         recorded = torch.is_grad_enabled() and not can_write_in_place()
-        lent = list(params) if recorded else [as_parameter(param.detach()) for param in params]
+        lent = list(params) if recorded else [self.as_parameter(param.detach()) for param in params]
         waiting = iter(state.begun)
         begun = [next(waiting) if begins else None for begins in layout.begins]
         optimizer: Any = layout.template
@@ -135,6 +135,14 @@ class Imperative:
             finally:
                 optimizer.state, optimizer.param_groups = defaultdict(dict), bare
 
+    def as_parameter(self, leaf: Tensor) -> Tensor:
+        """A leaf as the class knows it, which may ask whether it requires a gradient.
+
+        With `differentiable=True` torch's classes record their writes, which a leaf that does forbids.
+        """
+        forbidden = self.hyper.get("differentiable") or leaf.is_inference() or not can_write_in_place()
+        return leaf if forbidden else leaf.requires_grad_()
+
     def _check_unchanged(self, layout: Layout, before: Sequence[Mapping[str, Any]]) -> None:
         """Raises TypeError where an update has changed what is kept nowhere."""
         kept = [[slot.key for slot in slots] for slots in layout.groups]
@@ -159,7 +167,7 @@ class Imperative:
             if not slot.write(found[slot.key], tensors):
                 refuse(self.cls, f"a value of another kind than before at {slot.key!r} in {what}")
 
-    def _built(self, leaves: Sequence[Tensor], members: list[list[int]], hypers: list[Hyper]) -> torch.optim.Optimizer:
+    def built(self, leaves: Sequence[Tensor], members: list[list[int]], hypers: list[Hyper]) -> torch.optim.Optimizer:
         """The imperative optimizer before its first step."""
         start = torch.zeros((), dtype=torch.int32)
         groups = []
@@ -179,7 +187,7 @@ class Imperative:
             optimizer.train()
         return optimizer
 
-    def _grouped(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[list[list[int]], list[Hyper]]:
+    def grouped(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[list[list[int]], list[Hyper]]:
         """The places of each group and its hyperparameters, in the order of the first parameters."""
         if self.groups is None:
             return [list(range(len(params)))], [self.hyper]
@@ -198,11 +206,6 @@ class Imperative:
                 members.append([])
             members[place].append(index)
         return members, [{**self.hyper, **hyper} for hyper in own]
-
-
-def as_parameter(leaf: Tensor) -> Tensor:
-    """A leaf as an imperative optimizer knows it, which may ask whether it requires a gradient."""
-    return leaf.requires_grad_() if can_write_in_place() and not leaf.is_inference() else leaf
 
 
 def set_schedules(groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper], count: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import is_differentiable
-from functional_amp.engine.random import random_state
+from functional_amp.engine.random import all_generators_kept
 from functional_amp.engine.sharded import is_sharded
 from functional_amp.optim.slots import Slot, kept, slot_of
 from functional_amp.optim.unchanged import Unchanged, attributes, frozen_attributes, frozen_entries, mentioned
@@ -113,22 +113,20 @@ def trial(
     groups = [_Recorder(group) for group in given.param_groups]
     given.state = defaultdict(dict, zip(leaves, states, strict=True))
     given.param_groups = list(groups)
-    before, generators = frozen_attributes(given), random_state()
-    entries = list(map(frozen_entries, groups))
+    before, entries = frozen_attributes(given), list(map(frozen_entries, groups))
     for leaf in leaves:
         leaf.grad = torch.full_like(leaf, math.nan)
     try:
-        given.step()
-        once = frozen_attributes(given)
-        if _switched(before, once):  # what a first step turns over for good
+        with all_generators_kept():
             given.step()
+            once = frozen_attributes(given)
+            if _switched(before, once):  # what a first step turns over for good
+                given.step()
     except Exception as error:
         raise TypeError(
             f"from_torch: {type(given).__name__} raised {type(error).__name__} in a trial step: {error}. Expected an "
             "optimizer that steps from dense gradients, without a closure. Use one that does."
         ) from error
-    finally:
-        generators.restore()
     _refuse_changes(given, {**before, **_switched(before, once)}, entries)
     _refuse_strangers(given, leaves)
     params, begins = [_slots(given, state) for state in states], [any(map(s.begun_by_step, s)) for s in states]
