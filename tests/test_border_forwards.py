@@ -15,6 +15,7 @@ from tests.test_cases_modules import (
     assert_trains_as_torch,
     built,
     drawn,
+    trained,
     variants,
 )
 
@@ -258,3 +259,153 @@ def test_an_error_outside_of_the_graph_leaves_nothing_in_the_module(fresh_dynamo
     assert all(tensor.is_meta for tensor in apply.template.parameters())
     held = [encode(p, x) for p in [{name: p.clone().requires_grad_() for name, p in params.items()}] * 2]
     assert all(torch.equal(out, expected) for out in [*held, apply.eval().method("encode")(params, x)])
+
+
+# What a backward keeps
+
+
+class Balanced(Net):
+    """A hook of the backward changes what the next forward reads."""
+
+    scale: Any
+
+    def __init__(self, change: Any, held: Any):
+        super().__init__()
+        self.change = change
+        if isinstance(held, Tensor):
+            self.register_buffer("scale", held)
+        else:
+            self.scale = held
+        self.hook()
+
+    def hook(self) -> None:
+        self.o.register_full_backward_hook(self.called)
+
+    def called(self, *_: Any) -> None:
+        self.change(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.scale + 0)
+
+
+class OnATensor(Balanced):
+    """The same by a hook on a tensor of the forward."""
+
+    def hook(self) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.l(x)
+        hidden.register_hook(lambda grad: self.change(self))
+        return self.o(torch.tanh(hidden)) * (self.scale + 0)
+
+
+class _CountedInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any, **_: Any) -> Tensor:
+        ctx.change = args[1]
+        return args[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        ctx.change()
+        return grad_outputs[0], None
+
+
+class ByAFunction(OnATensor):
+    """The same by the backward of an autograd.Function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(_CountedInBackward.apply(self.l(x), lambda: self.change(self))) * (self.scale + 0)
+
+
+def _halve_anew(module: Any) -> None:
+    module.scale = module.scale * 0.5
+
+
+def _halve_in_place(module: Any) -> None:
+    module.scale.mul_(0.5)
+
+
+backwards = pytest.mark.parametrize("kind", [Balanced, OnATensor, ByAFunction])
+
+
+def a_step(module: nn.Module, **options: Any) -> Any:
+    """A step of the fixed form, and its state."""
+    apply, params, _ = fa.from_module(module)
+    optimizer = fa.sgd(0.1)
+    step = fa.make_step(lambda p, x: apply(p, x).square().mean(), optimizer, **options)
+    return step, fa.init_state(params, optimizer, fa.NoScale())
+
+
+@variants
+@backwards
+def test_an_attribute_that_the_backward_keeps_is_refused(kind: Any, backend: Any, donate: bool):
+    if kind is not OnATensor and backend == "func":
+        pytest.skip("torch.func takes no such Function, and module hooks are made of one")
+    with pytest.raises(RuntimeError, match=r"backward \(a hook, say\) keeps something at \['scale'\].*with_buffers"):
+        trained(built(lambda: kind(_halve_anew, 1.0)), backend, donate)
+
+
+@variants
+@backwards
+def test_the_remedy__a_buffer_written_to_in_place_by_the_backward_trains_as_in_torch(
+    kind: Any, backend: Any, donate: bool
+):
+    if kind is not OnATensor and backend == "func":
+        pytest.skip("torch.func takes no such Function, and module hooks are made of one")
+    assert_trains_as_torch(lambda: kind(_halve_in_place, torch.ones(())), backend, donate)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@backwards
+def test_the_fixed_form_refuses_a_buffer_that_the_backward_writes_to(kind: Any, donate: bool):
+    step, state = a_step(built(lambda: kind(_halve_in_place, torch.ones(()))), backend="autograd", donate=donate)
+    with pytest.raises(RuntimeError, match=r"wrote to its buffers \['scale'\].*apply\.with_buffers"):
+        step(state, [drawn(5, 3)])
+
+
+def test_a_buffer_that_a_hook_of_the_backward_assigns_anew_is_refused_by_its_name():
+    with pytest.raises(RuntimeError, match=r"or a hook\) assigns \['scale'\] anew.*self\.n\.add_\(1\)"):
+        trained(built(lambda: Balanced(_halve_anew, torch.ones(()))), "autograd")
+
+
+def test_a_parameter_that_a_hook_of_the_backward_writes_to_is_refused():
+    def clamp(module: Any) -> None:
+        with torch.no_grad():
+            module.o.weight.clamp_(-0.1, 0.1)
+
+    with pytest.raises(RuntimeError, match=r"writes to its parameters \['o\.weight'\]"):
+        trained(built(lambda: Balanced(clamp, 1.0)), "autograd")
+
+
+@pytest.mark.parametrize(
+    ("change", "held", "match"),
+    [
+        (_halve_anew, 1.0, r"keeps something at \['scale'\]"),
+        (_halve_in_place, torch.ones(()), r"wrote to its buffers \['scale'\]"),
+    ],
+)
+def test_in_a_loop_of_ones_own_a_later_call_refuses_what_the_backward_kept(change: Any, held: Any, match: str):
+    apply, params, _ = fa.from_module(built(lambda: Balanced(change, held)))
+    leaves = {name: p.requires_grad_() for name, p in params.items()}
+    optimizer = torch.optim.SGD(leaves.values(), 0.1)
+    apply(leaves, drawn(5, 3)).square().mean().backward()
+    optimizer.step()  # a write to parameters, which is no fault
+    with pytest.raises(RuntimeError, match=match):
+        apply(leaves, drawn(5, 3))
+
+
+def test_what_is_only_kept_for_others_by_a_hook_is_named_as_scratch():
+    def keep(module: Any) -> None:
+        module.seen = module.scale
+
+    module = built(lambda: Balanced(keep, 1.0))
+    with pytest.raises(RuntimeError, match=r"keeps something at \['seen'\].*scratch="):
+        step, state = a_step(module, backend="autograd")
+        step(state, [drawn(5, 3)])
+    apply, params, _ = fa.from_module(module, scratch=("seen",))
+    loss = fa.scale_backward(lambda p, x: apply(p, x).sum(), fa.NoScale(), params, drawn(5, 3), backend="autograd")
+    grads = loss.grads.tree
+    module(drawn(5, 3)).sum().backward()
+    torch.testing.assert_close(grads["l.weight"], module.l.weight.grad)

@@ -154,7 +154,7 @@ class Apply:
     ) -> tuple[Any, Tensors, set[str]]:
         _check_names(params, self.trainable, "params")
         if not torch.compiler.is_compiling():
-            return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs)
+            return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs, returned=returned)
         fixed = [name for name in self.frozen if name not in self.lender.written]
         copies = {name: b.clone() for name, b in buffers.items() if name not in fixed}
         given = {**params, **{name: buffers[name] for name in fixed}}

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_amp.engine.loans import kept
 from functional_amp.engine.random import all_generators_kept
-from functional_amp.mode import transformed
 from functional_amp.module.followed import uncopyable
+from functional_amp.module.loan import Loan
 from functional_amp.module.reach import Absent, absent, is_object, walk
 from functional_amp.module.rehearsal import (
     Watch,
@@ -86,6 +85,7 @@ class Lender:
         self.writes_statistics = any(layer.training for layer in norms)
         self.statistics = {self.names[id(b)] for layer in norms for b in layer._buffers.values() if b is not None}
         self._free = [self._make({})]
+        self._late: list[RuntimeError] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"master": self.master, "scratch": self.scratch, "moved": self.moved}
@@ -97,7 +97,15 @@ class Lender:
         return Lender(copy.deepcopy(self.master, memo), self.origin, self.scratch, self.moved)
 
     def call(
-        self, params: Tensors, buffers: Tensors, frozen: frozenset[str], method: str, args: Any, kwargs: Any
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        frozen: frozenset[str],
+        method: str,
+        args: Any,
+        kwargs: Any,
+        *,
+        returned: bool,
     ) -> tuple[Any, Tensors, set[str]]:
         """Runs the forward with the tensors in their places.
 
@@ -105,13 +113,16 @@ class Lender:
             params, buffers: the tensors by name. The forward gets copies of the buffers.
             frozen: the names among the buffers that are copied only where the forward is known to write to them.
             method: the name of a method, or "" for the module's call.
+            returned: whether the caller gets the buffers: what a backward writes to others is lost.
 
         Returns:
             The output, the buffers after it, and the names of those that this call wrote to.
 
         Raises:
-            RuntimeError: where the forward wrote to anything but buffers.
+            RuntimeError: where the forward wrote to anything but buffers, or the backward of an earlier call.
         """
+        if self._late:
+            raise self._late.pop()
         if (method, torch.is_grad_enabled()) not in self._rehearsed:
             self._rehearse({**params, **buffers}, params, method, args, kwargs)
         fixed = frozen - self.written if self.written else frozen
@@ -142,7 +153,16 @@ class Lender:
             raise
         self.written |= written
         self.moved |= written
-        self._lend(template, {**tensors, **{name: after[name].detach() for name in written}}, output)
+        lent = {**tensors, **{name: after[name].detach() for name in written}}
+        Loan(
+            template,
+            lent,
+            followed=buffers.keys() - fixed if returned else (),
+            buffers=buffers,
+            is_scratch=self.is_scratch,
+            back=self._free.append,
+            late=self._late.append,
+        ).begin(output)
         return output, {name: after[name] for name in buffers}, written
 
     def state_dict(self, tensors: Tensors) -> dict[str, Any]:
@@ -158,32 +178,6 @@ class Lender:
         template.take_out()
         template.put_back()
         self._free.append(template)
-
-    def _end_loan(self, template: Template, tensors: Tensors) -> None:
-        after = template.take_out()
-        if not template.unchanged():
-            template.put_back()
-        self._free.append(template)
-        if lost := sorted(name for name, tensor in tensors.items() if after[name] is not tensor):
-            raise RuntimeError(
-                f"apply: found that the backward, which runs a checkpointed part again, assigns {lost} anew, expected "
-                "writes in place: torch counts both, and the second would be lost. Write self.n.add_(1), not "
-                "self.n = self.n + 1, or take it out of the checkpoint."
-            )
-
-    def _lend(self, template: Template, tensors: Tensors, output: Any) -> None:
-        """Leaves the tensors in the template for as long as a backward may run parts of the forward again."""
-        if kept(lambda: self._end_loan(template, tensors)):
-            template.place(tensors)
-            return
-        nodes = _nodes(output) if torch.is_grad_enabled() and not transformed() else []
-        if not nodes:
-            self._free.append(template)
-            return
-        template.place(tensors)
-        loan = _Loan(self, template)
-        for node in nodes:
-            node.metadata.setdefault(__name__, []).append(loan)
 
     def alive(self) -> dict[str, Tensor]:
         """The tensors of the original module, as far as it still exists."""
@@ -264,19 +258,3 @@ class Lender:
         self.written |= written
         self.moved |= written
         return changes
-
-
-class _Loan:
-    """Gives a template back when the graph that may need it is gone."""
-
-    def __init__(self, lender: Lender, template: Template):
-        self._lender, self._template = lender, template
-
-    def __del__(self) -> None:
-        self._lender._take_back(self._template)
-
-
-def _nodes(output: Any) -> list[Any]:
-    """The nodes of the graph that made the output."""
-    tensors = [output] if isinstance(output, Tensor) else [x for _, x in walk(output) if isinstance(x, Tensor)]
-    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

@@ -164,3 +164,12 @@ def refuse_changes(names: Iterable[str], hint: str = "") -> None:
             "module once before from_module; if it is only kept for others to read, from_module(module, scratch=(...))."
             + hint
         )
+
+
+def refuse_in_backward(names: Iterable[str]) -> None:
+    if names := sorted(names):
+        raise RuntimeError(
+            f"apply: found that the backward (a hook, say) keeps something at {names}, expected state in buffers: the "
+            "next call would not find it. Register a buffer in __init__, write to it in place and use "
+            "apply.with_buffers; if it is only kept for others to read, from_module(module, scratch=(...))."
+        )
