@@ -178,6 +178,13 @@ def traced_value(variable: Any) -> Tensor:
     return variable.proxy.node.meta["example_value"]
 
 
+def traced_class(variables: Iterable[Any], kind: type[Tensor]) -> None:
+    """Makes a class what `isinstance` finds of traced tensors that are plain ones."""
+    for variable in variables:
+        if variable.class_type in (Tensor, torch.nn.Parameter):
+            variable.class_type = kind
+
+
 def traced_versions(variables: Iterable[Any]) -> list[int]:
     """The version counters of the stand-ins of traced tensors, each with those of its `.data`, which has its own."""
     variables, of_data = list(variables), Counter[int]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import functional_amp as fa
+from tests import test_cases_modules as cases
 from tests.test_cases_modules import (
     Net,
     assert_trains_as_torch,
@@ -409,3 +411,123 @@ def test_what_is_only_kept_for_others_by_a_hook_is_named_as_scratch():
     grads = loss.grads.tree
     module(drawn(5, 3)).sum().backward()
     torch.testing.assert_close(grads["l.weight"], module.l.weight.grad)
+
+
+# Parameters in the forward
+
+
+class Penalized(Net):
+    """Adds a penalty over what is an nn.Parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [p for layer in self.modules() for p in layer._parameters.values() if isinstance(p, nn.Parameter)]
+        assert self.get_parameter("l.weight") is self.l.weight
+        return super().forward(x) + sum(p.square().sum() for p in found)
+
+
+def half_frozen() -> nn.Module:
+    module = Penalized()
+    module.l.requires_grad_(False)
+    return module
+
+
+@variants
+@pytest.mark.parametrize("make", [Penalized, half_frozen])
+def test_parameters_are_parameters_in_the_forward(make: Any, backend: Any, donate: bool):
+    assert_trains_as_torch(make, backend, donate)
+
+
+@pytest.mark.parametrize("make", [Penalized, half_frozen])
+def test_parameters_are_parameters_in_a_graph(fresh_dynamo: None, make: Any):
+    module, x = built(make), drawn(5, 3)
+    apply, params, buffers = fa.from_module(module)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return apply.with_buffers(params, buffers, x)[0].sum() + isinstance(params["o.bias"], nn.Parameter)
+
+    grads = graph_of(lambda p, x: torch.func.grad_and_value(loss)(p, x))(params, x)
+    torch.testing.assert_close(grads[1], module(x).sum())
+    module(x).sum().backward()
+    torch.testing.assert_close(grads[0]["o.weight"], module.o.weight.grad)
+
+
+@variants
+def test_what_is_given_and_what_is_returned_is_no_parameter(backend: Any, donate: bool):
+    apply, params, buffers = fa.from_module(built(half_frozen))
+    _, after = apply.with_buffers(params, buffers, drawn(5, 3))
+
+    def failing(p: Any, x: Tensor) -> Tensor:
+        apply(p, x)
+        raise ValueError("after the forward")
+
+    with pytest.raises(ValueError, match="after the forward"):
+        fa.scale_backward(failing, fa.NoScale(), params, drawn(5, 3), backend=backend)
+    state = trained(built(half_frozen), backend, donate)
+    for tensors in (params, buffers, after, state.params, state.buffers):
+        assert not any(isinstance(tensor, nn.Parameter) for tensor in tensors.values())
+
+
+class Switching(Net):
+    """Switches requires_grad in the forward, in one of several ways."""
+
+    def __init__(self, switch: Any):
+        super().__init__()
+        self.switch = switch
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.switch(self.l)
+        return super().forward(x)
+
+
+def _off_and_on(layer: nn.Module) -> None:
+    layer.requires_grad_(False)
+    layer.requires_grad_(True)
+
+
+def _by_attribute(layer: Any) -> None:
+    layer.weight.requires_grad = False
+
+
+@variants
+@pytest.mark.parametrize("switch", [_off_and_on, _by_attribute, lambda layer: layer.weight.requires_grad_()])
+def test_a_forward_that_sets_requires_grad_is_refused(switch: Any, backend: Any, donate: bool):
+    with pytest.raises(RuntimeError, match=r"sets requires_grad of 'l\.weight'.*functional_call"):
+        trained(built(lambda: Switching(switch)), backend, donate)
+
+
+class FrozenForOneUse(Net):
+    """The remedy, or torch's way."""
+
+    def __init__(self, remedy: bool):
+        super().__init__()
+        self.remedy = remedy
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.remedy:
+            detached = {name: p.detach() for name, p in self.l.named_parameters()}
+            hidden = torch.func.functional_call(self.l, detached, x)
+        else:
+            self.l.requires_grad_(False)
+            hidden = self.l(x)
+            self.l.requires_grad_(True)
+        return self.o(torch.tanh(self.l(x + hidden.sum())))
+
+
+@variants
+def test_the_remedy__detached_parameters_freeze_a_layer_for_one_use(backend: Any, donate: bool):
+    loop = cases.imperative(built(lambda: FrozenForOneUse(False)))
+    state = trained(built(lambda: FrozenForOneUse(True)), backend, donate)
+    for name, value in loop.items():
+        torch.testing.assert_close(state.params[name], value, rtol=0, atol=1e-6)
+
+
+class CopiesALayer(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = copy.deepcopy(self.l)(x).mean()
+        return super().forward(x) + shift
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_forward_that_copies_a_layer_trains_as_in_torch(donate: bool):
+    assert_trains_as_torch(CopiesALayer, "autograd", donate)

@@ -455,6 +455,25 @@ def test_traced_items_traced_value_and_traced_inputs_are_what_a_graph_has_and_re
     assert found[1] == [(f"L['tensors']['{name}']", id(tensor)) for name, tensor in given.items()]
 
 
+def test_traced_class_is_what_isinstance_finds_in_a_graph(fresh_dynamo):
+    # When it moves, a forward that asks for nn.Parameter takes another branch in a compiled step.
+    kinds = iter((torch.nn.Parameter, Tensor))
+
+    def look(context):
+        private.traced_class(private.traced_locals(context)["tensors"].items, next(kinds))
+
+    def marked(tensors):
+        private.comptime()(look)
+
+    def function(x):
+        marked([x])
+        inside = isinstance(x, torch.nn.Parameter)
+        marked([x])
+        return x + 10 * inside + isinstance(x, torch.nn.Parameter)
+
+    assert torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1)) == 10
+
+
 @pytest.fixture
 def alone(tmp_path):
     """A process group of this process."""

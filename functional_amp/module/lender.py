@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from functional_amp.module.reach import Absent, absent, is_object, walk
 from functional_amp.module.rehearsal import (
     Watch,
     copied,
+    own_leaf,
     refuse_changes,
     refuse_writes,
     same_bits,
@@ -43,6 +44,7 @@ class Lender:
             rehearsal finds to be written before they are read.
         names: the name of each tensor of the master, by its id.
         plan, kept: the slots and the scratch of the master itself, for graphs, which are traced with it.
+        parameters: the names of what is a parameter, frozen ones included.
         places: the name of the tensor at each attribute path, where there are no other slots; else empty.
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
@@ -65,6 +67,7 @@ class Lender:
                 made = absent(place, _TAKEN_OUT, tensor.shape, tensor.dtype, isinstance(tensor, nn.Parameter))
                 self.names[id(tensor)] = self._absent[id(made)] = place
                 self._memo[id(tensor)] = made
+        self.parameters = {self.names[id(p)] for p in master.parameters()}
         self._shared = {id(obj) for _, obj in walk(master)}
         # What stands for a stale value can't be read: a forward that passes has written it first.
         self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)}
@@ -201,7 +204,7 @@ class Lender:
 
     # The rehearsal
 
-    def _rehearse(self, tensors: Tensors, trainable: Iterable[str], method: str, args: Any, kwargs: Any) -> None:
+    def _rehearse(self, tensors: Tensors, trainable: Collection[str], method: str, args: Any, kwargs: Any) -> None:
         """Runs the forward on copies of everything, and refuses what it leaves behind."""
         with all_generators_kept():
             changes = self._trial(tensors, trainable, method, args, kwargs)
@@ -228,7 +231,7 @@ class Lender:
     def _trial(
         self,
         tensors: Tensors,
-        trainable: Iterable[str],
+        trainable: Collection[str],
         method: str,
         args: Any,
         kwargs: Any,
@@ -238,13 +241,13 @@ class Lender:
         constants = {path: constant.clone() for path, constant in self._constants.items()}
         template = self._make({id(old): constants[path] for path, old in self._constants.items()})
         args, kwargs = copied((args, kwargs))
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        copies = {name: own_leaf(tensor) for name, tensor in tensors.items()}
         both = {**copies, **constants}
         versions = versions_of(both.values())
         template.seal(unread)
         template.place(copies)
         try:
-            with Watch(self.alive()), unseen_by_checkpoints():
+            with Watch(self.alive(), copies, trainable), unseen_by_checkpoints():
                 template.run(method, args, kwargs)
             after = template.take_out()
             changes = template.changes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from functional_amp.module.lender import Lender
 from functional_amp.module.reach import CONTAINERS, walk
@@ -18,6 +19,7 @@ from functional_amp.module.rehearsal import (
 from functional_amp.module.templates import Tensors
 from functional_amp.torch_private import (
     comptime,
+    traced_class,
     traced_effects,
     traced_inputs,
     traced_items,
@@ -82,6 +84,7 @@ def _look(context: Any) -> None:
     fixed, copies, after = (traced_items(local[name]) for name in ("fixed", "copies", "after"))
     tensors = {**fixed, **copies}
     versions, inputs = dict(zip(tensors, traced_versions(tensors.values()), strict=True)), traced_inputs(context)
+    traced_class([v for name, v in tensors.items() if name in lender.parameters], Tensor if after else nn.Parameter)
     if not after:
         lender.traced = versions, {source for source, _ in inputs}
         return
