@@ -168,6 +168,11 @@ def traced_effects(context: Any) -> Any:
     return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
 
 
+def traced_fully(context: Any) -> bool:
+    """Whether what dynamo traces may not leave the graph."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.root_tx.one_graph
+
+
 def traced_items(variable: Any) -> dict[str, Any]:
     """What dynamo knows of the values of a dict with strings for keys."""
     return {key.vt.as_python_constant(): value for key, value in variable.items.items()}

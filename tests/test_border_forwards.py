@@ -531,3 +531,65 @@ class CopiesALayer(Net):
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_forward_that_copies_a_layer_trains_as_in_torch(donate: bool):
     assert_trains_as_torch(CopiesALayer, "autograd", donate)
+
+
+# What is named
+
+
+class Lazily(Net):
+    """Gives a function that calls the module later; and the remedy."""
+
+    def forward(self, x: Tensor) -> Any:
+        return lambda y: self.l(x) * y
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        return self(x)(y)
+
+
+def test_an_output_that_calls_the_module_later_is_named_and_the_remedy_gives_it():
+    module, x = built(Lazily), drawn(5, 3)
+    apply, params, _ = fa.from_module(module)
+    with pytest.raises(RuntimeError, match=r"use of 'l\.weight'.*the output calls the module later.*apply\.method"):
+        apply(params, x)(2.0)
+    assert torch.equal(apply.method("product")(params, x, torch.tensor(2.0)), module(x)(2.0))
+
+
+def test_a_first_call_on_meta_tensors_is_no_rehearsal():
+    apply, params, buffers = fa.from_module(built(lambda: Counting(_by_data)))
+    meta = [{name: tensor.to("meta") for name, tensor in given.items()} for given in (params, buffers)]
+    apply.with_buffers(*meta, drawn(5, 3).to("meta"))
+    with pytest.raises(RuntimeError, match=r"wrote to its buffers \['n'\]"):
+        apply(params, drawn(5, 3))
+
+
+def _average(momentum: float | None) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=momentum))
+
+
+def _averaged(momentum: float | None, **options: Any) -> Any:
+    apply, params, buffers = fa.from_module(built(lambda: _average(momentum)))
+    call = torch.compile(lambda p, b, x: apply.with_buffers(p, b, x), backend="eager", **options)
+    return call(params, buffers, drawn(5, 3))[1]
+
+
+@pytest.mark.parametrize(("momentum", "options"), [(0.1, {"fullgraph": True}), (None, {"fullgraph": False})])
+def test_a_plain_average_is_refused_in_a_graph_and_the_remedies_give_it(
+    fresh_dynamo: None, momentum: Any, options: Any
+):
+    with pytest.raises(RuntimeError, match=r"momentum=None of the BatchNorm1d at '1'.*Set a momentum.*fullgraph"):
+        _averaged(None, fullgraph=True)
+    torch._dynamo.reset()
+    expected = built(lambda: _average(momentum))
+    expected(drawn(5, 3))
+    assert torch.equal(
+        _averaged(momentum, **options)["1.running_mean"], dict(expected.named_buffers())["1.running_mean"]
+    )
+
+
+@pytest.mark.parametrize("name", ["parameters", "named_parameters", "state_dict", "eval", "half", "zero_grad", "apply"])
+def test_a_method_that_every_module_has_is_refused(name: str):
+    apply, params, _ = fa.from_module(built(Net))
+    with pytest.raises(ValueError, match=f"apply.method: found '{name}', which every module has.*params and buffers"):
+        apply.method(name)
+    x = drawn(5, 3)
+    assert torch.equal(apply.method("forward")(params, x), apply.method("__call__")(params, x))

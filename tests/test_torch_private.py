@@ -455,6 +455,22 @@ def test_traced_items_traced_value_and_traced_inputs_are_what_a_graph_has_and_re
     assert found[1] == [(f"L['tensors']['{name}']", id(tensor)) for name, tensor in given.items()]
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_traced_fully_is_what_compile_was_told(fresh_dynamo, fullgraph):
+    # When it moves, a plain average of BatchNorm is an error of the compiler's, or is refused where it works.
+    seen = []
+
+    def look(context):
+        seen.append(private.traced_fully(context))
+
+    def inner(x):
+        private.comptime()(look)
+        return x + 1
+
+    torch.compile(lambda x: inner(x) * 2, fullgraph=fullgraph, backend="eager")(torch.zeros(1))
+    assert seen == [fullgraph]
+
+
 def test_traced_class_is_what_isinstance_finds_in_a_graph(fresh_dynamo):
     # When it moves, a forward that asks for nn.Parameter takes another branch in a compiled step.
     kinds = iter((torch.nn.Parameter, Tensor))

@@ -118,11 +118,17 @@ class Apply:
 
         Raises:
             AttributeError: if the module has no such method.
+            ValueError: for a method of every module, such as `parameters` or `half`: what it gives is not computed.
         """
         if not callable(getattr(self.template, name, None)):
             raise AttributeError(
                 f"apply.method: found no method {name!r} of {type(self.template).__name__}, expected one of its class. "
                 "Give the name of a method, as a string."
+            )
+        if name != "__call__" and getattr(type(self.template), name, None) is getattr(nn.Module, name, self):
+            raise ValueError(
+                f"apply.method: found {name!r}, which every module has, expected a method that computes: the module "
+                "holds no numbers between calls. Ask the module itself, or look into params and buffers."
             )
         return dataclasses.replace(self, name=name)
 

@@ -30,7 +30,9 @@ from functional_amp.torch_private import is_fake, norm_layers
 
 _TAKEN_OUT = (
     "where its numbers are not, expected it to be read in the call, as an attribute or in a list or dict. Take it out "
-    "of tuples, sets and slots; differentiate checkpoints with scale_backward(..., backend='autograd')."
+    "of tuples, sets and slots; differentiate checkpoints with scale_backward(..., backend='autograd'). Where the "
+    "output calls the module later (a function, a generator, a distribution), return tensors, or put what calls it "
+    "into a method, apply.method(name)."
 )
 
 
@@ -215,7 +217,7 @@ class Lender:
                 refuse_changes(unread)
             self.scratch |= {change.name for change in changes}
             self.kept = self._places_of_scratch()
-        if not any(is_fake(tensor) for tensor in tensors.values()):  # which have no values to compare
+        if not any(is_fake(tensor) or tensor.is_meta for tensor in tensors.values()):  # which have no values to compare
             self._rehearsed.add((method, torch.is_grad_enabled()))
 
     def _writes_first(self, unread: set[str], *call: Any) -> bool:

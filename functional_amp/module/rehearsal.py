@@ -19,7 +19,7 @@ from functional_amp.mode import transformed
 from functional_amp.module.followed import memory
 from functional_amp.module.reach import walk
 from functional_amp.module.templates import Tensors
-from functional_amp.torch_private import saved_tensors_are_hooked, unwrapped
+from functional_amp.torch_private import norm_layers, saved_tensors_are_hooked, unwrapped
 
 
 class Originals:
@@ -197,3 +197,14 @@ def refuse_in_backward(names: Iterable[str]) -> None:
             "next call would not find it. Register a buffer in __init__, write to it in place and use "
             "apply.with_buffers; if it is only kept for others to read, from_module(module, scratch=(...))."
         )
+
+
+def refuse_averages(module: nn.Module) -> None:
+    """Raises RuntimeError for layers that read on the host which number a batch has: a graph can't be left for it."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, norm_layers()) and layer.momentum is None and layer.training and layer.track_running_stats:
+            raise RuntimeError(
+                f"apply: found momentum=None of the {type(layer).__name__} at {name!r} in a graph, expected a number: "
+                "the factor of a plain average is read on the host. Set a momentum such as 0.1 before from_module; or "
+                "leave the graph for it, compile={'fullgraph': False}; or do not compile."
+            )

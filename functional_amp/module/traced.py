@@ -11,6 +11,7 @@ from functional_amp.module.lender import Lender
 from functional_amp.module.reach import CONTAINERS, walk
 from functional_amp.module.rehearsal import (
     Originals,
+    refuse_averages,
     refuse_changes,
     refuse_lost,
     refuse_statistics,
@@ -21,6 +22,7 @@ from functional_amp.torch_private import (
     comptime,
     traced_class,
     traced_effects,
+    traced_fully,
     traced_inputs,
     traced_items,
     traced_locals,
@@ -86,6 +88,8 @@ def _look(context: Any) -> None:
     versions, inputs = dict(zip(tensors, traced_versions(tensors.values()), strict=True)), traced_inputs(context)
     traced_class([v for name, v in tensors.items() if name in lender.parameters], Tensor if after else nn.Parameter)
     if not after:
+        if traced_fully(context):
+            refuse_averages(lender.master)
         lender.traced = versions, {source for source, _ in inputs}
         return
     before, seen = lender.traced
