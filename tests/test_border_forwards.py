@@ -137,6 +137,22 @@ def test_the_remedy__with_buffers_follows_the_write_in_a_graph(fresh_dynamo: Non
     assert torch.equal(out, module(x)) and after["n"] == 1 and buffers["n"] == 0
 
 
+class Holding(Counting):
+    """Counts in a tensor that is no buffer."""
+
+    def __init__(self, write: Any):
+        super().__init__(write)
+        del self.n
+        self.n = torch.zeros(())
+
+
+@pytest.mark.parametrize("write", [_in_place, _by_data])
+def test_a_write_to_a_tensor_that_is_no_buffer_is_refused_in_a_graph(fresh_dynamo: None, write: Any):
+    apply, params, buffers = fa.from_module(built(lambda: Holding(write)))
+    with pytest.raises(RuntimeError, match=r"keeps something at \['n'\].*apply\.with_buffers"):
+        graph_of(lambda p, x: apply.with_buffers(p, buffers, x))(params, drawn(5, 3))
+
+
 class Centered(nn.Module):
     """Takes off a mean, which training moves."""
 

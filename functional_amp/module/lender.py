@@ -47,11 +47,12 @@ class Lender:
         names: the name of each tensor of the master, by its id.
         plan, kept: the slots and the scratch of the master itself, for graphs, which are traced with it.
         parameters: the names of what is a parameter, frozen ones included.
+        constants: the tensors that are neither parameters nor buffers, by path.
         places: the name of the tensor at each attribute path, where there are no other slots; else empty.
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
-        traced: what a trace found before the forward: version counters by name, and the sources that it had read.
+        traced: what a trace found before the forward: version counters by name, and of what the graph read by source.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Lender:
     ):
         self.master, self.origin, self.scratch, self.moved = master, origin, set(scratch), moved
         self.written: set[str] = set()
-        self.traced: tuple[dict[str, int], set[str]] = {}, set()
+        self.traced: tuple[dict[str, int], dict[str, int]] = {}, {}
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
         self._memo: dict[int, Any] = uncopyable(master)
@@ -73,13 +74,13 @@ class Lender:
         self._shared = {id(obj) for _, obj in walk(master)}
         # What stands for a stale value can't be read: a forward that passes has written it first.
         self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)}
-        self._constants = {
+        self.constants = {
             path: obj
             for path, obj in walk(master, lambda obj: is_object(obj) and not isinstance(obj, nn.Module))
             if isinstance(obj, Tensor) and not isinstance(obj, Absent) and id(obj) not in self.names
         }
-        self._memo.update({id(constant): constant for constant in self._constants.values()})
-        self._as_made = versions_of(self._constants.values())
+        self._memo.update({id(constant): constant for constant in self.constants.values()})
+        self._as_made = versions_of(self.constants.values())
         self.plan = slots(master, self.names)
         attributes = {place: self.names[id(tensor)] for place, tensor in registered(master)}
         made_later = any(buffer is None for layer in master.modules() for buffer in layer._buffers.values())
@@ -151,7 +152,7 @@ class Lender:
         try:
             if written:
                 refuse_writes(written & {*params, *fixed})
-            moved = [] if versions_of(self._constants.values()) == self._as_made else list(self._constants)
+            moved = [] if versions_of(self.constants.values()) == self._as_made else list(self.constants)
             refuse_changes([*moved, *(change.name for change in changes if not self.is_scratch(change.name))])
         except RuntimeError:
             self._free.append(template)
@@ -240,8 +241,8 @@ class Lender:
         *,
         unread: Iterable[str] = (),
     ) -> list[Change]:
-        constants = {path: constant.clone() for path, constant in self._constants.items()}
-        template = self._make({id(old): constants[path] for path, old in self._constants.items()})
+        constants = {path: constant.clone() for path, constant in self.constants.items()}
+        template = self._make({id(old): constants[path] for path, old in self.constants.items()})
         args, kwargs = copied((args, kwargs))
         copies = {name: own_leaf(tensor) for name, tensor in tensors.items()}
         both = {**copies, **constants}
@@ -257,7 +258,7 @@ class Lender:
             template.take_out()
             template.put_back()  # closures are shared with the original
         written = written_to(both, {**constants, **after}, versions)
-        written |= {name for name, old in {**tensors, **self._constants}.items() if not same_bits(both[name], old)}
+        written |= {name for name, old in {**tensors, **self.constants}.items() if not same_bits(both[name], old)}
         refuse_writes(written.intersection(trainable))
         refuse_changes(written.intersection(constants))
         self.written |= written

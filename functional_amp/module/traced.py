@@ -90,7 +90,7 @@ def _look(context: Any) -> None:
     if not after:
         if traced_fully(context):
             refuse_averages(lender.master)
-        lender.traced = versions, {source for source, _ in inputs}
+        lender.traced = versions, {source: version for source, _, version in inputs}
         return
     before, seen = lender.traced
     written = {name for name, version in versions.items() if version != before[name]}
@@ -105,11 +105,12 @@ def _look(context: Any) -> None:
             refuse_statistics(sorted(moved))
         lender.moved |= moved
     originals = Originals(lender.alive())
-    for source, tensor in inputs:
+    for source, tensor, _ in inputs:
         if source not in seen or "_parameters[" in source:
             originals.refuse(tensor)
     placed = {id(container) for container, _, _ in lender.plan}
-    changed: list[str] = []
+    constants = {id(constant): path for path, constant in lender.constants.items()}
+    changed = [constants[id(t)] for source, t, v in inputs if id(t) in constants and v != seen.get(source, 0)]
     for path, obj in walk(lender.master):
         variable = effects.id_to_variable.get(id(obj))
         if variable is None or not effects.is_modified(variable):
