@@ -168,6 +168,11 @@ def traced_effects(context: Any) -> Any:
     return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
 
 
+def traced_fully(context: Any) -> bool:
+    """Whether what dynamo traces may not leave the graph."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.root_tx.one_graph
+
+
 def traced_items(variable: Any) -> dict[str, Any]:
     """What dynamo knows of the values of a dict with strings for keys."""
     return {key.vt.as_python_constant(): value for key, value in variable.items.items()}
@@ -178,22 +183,35 @@ def traced_value(variable: Any) -> Tensor:
     return variable.proxy.node.meta["example_value"]
 
 
+def traced_class(variables: Iterable[Any], kind: type[Tensor]) -> None:
+    """Makes a class what `isinstance` finds of traced tensors that are plain ones."""
+    for variable in variables:
+        if variable.class_type in (Tensor, torch.nn.Parameter):
+            variable.class_type = kind
+
+
 def traced_versions(variables: Iterable[Any]) -> list[int]:
     """The version counters of the stand-ins of traced tensors, each with those of its `.data`, which has its own."""
-    variables, of_data = list(variables), Counter[int]()
-    for node in variables[0].proxy.node.graph.nodes if variables else ():
+    return _versions([variable.proxy.node for variable in variables])
+
+
+def traced_inputs(context: Any) -> list[tuple[str, Tensor, int]]:
+    """What a graph reads so far: dynamo's name of the source, the tensor outside of the graph, the version inside."""
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.root_tracer
+    found = [node for node in tracer.graph.find_nodes(op="placeholder") if "grapharg" in node.meta]
+    found = [node for node in found if isinstance(node.meta["grapharg"].example, Tensor)]
+    given = [node.meta["grapharg"] for node in found]
+    return [(str(g.source.name), g.example, v) for g, v in zip(given, _versions(found), strict=True)]
+
+
+def _versions(nodes: list[Any]) -> list[int]:
+    of_data = Counter[int]()
+    for node in nodes[0].graph.nodes if nodes else ():
         if node.target is cast(Any, torch._C)._autograd._get_data_attr:
             data = unwrapped(node.meta["example_value"])
             of_data[storage_key(data)] += data._version
-    values = [unwrapped(traced_value(variable)) for variable in variables]
+    values = [unwrapped(node.meta["example_value"]) for node in nodes]
     return [value._version + (of_data[storage_key(value)] if of_data else 0) for value in values]
-
-
-def traced_inputs(context: Any) -> list[tuple[str, Tensor]]:
-    """The tensors that a graph reads so far, as they are outside of it, each with dynamo's name of its source."""
-    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.root_tracer
-    found = [node.meta["grapharg"] for node in tracer.graph.find_nodes(op="placeholder") if "grapharg" in node.meta]
-    return [(str(given.source.name), given.example) for given in found if isinstance(given.example, Tensor)]
 
 
 def all_reduced(tensors: list[Tensor], group: str, *, in_place: bool = False) -> list[Tensor]:

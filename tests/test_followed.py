@@ -163,9 +163,9 @@ refused by an error that names the place and a way out. It is never silently dif
   or twice more on copies of the parameters, buffers and arguments. What it leaves behind is found by comparison.
   Random numbers are put back.
 - Later calls compare version counters and attributes. A difference is an error, and attributes are put back.
-- Call the function once before you compile it. A graph that is traced first misses two things: that an attribute is
-  written before it is read, and a write through `.data` outside of a derivative. Parameters that are attributes of
-  other objects are an error of the compiler in such a graph.
+- In a graph that is traced before the first call outside of it, the compiler's own record of what was changed is
+  looked at. It can't tell what is written before it is read: call the function once before you compile it. Parameters
+  that are attributes of other objects are an error of the compiler in such a graph.
 
 | what a module has or does | what becomes of it | what to do |
 | --- | --- | --- |
@@ -180,6 +180,13 @@ Further rules:
   done: inside `scale_backward` and the step for every call, elsewhere as long as the graph of the output lives.
 - A checkpointed part that assigns a buffer anew (`self.n = self.n + 1`) does so again in the backward: refused where
   `scale_backward` or a step takes the derivative. Write in place, which counts twice, as in torch.
+- What a backward keeps (an attribute that a hook sets, a buffer that the caller does not get) is an error of the step.
+  In a loop of your own it is one of a later call.
+- In the forward parameters are `nn.Parameter` to `isinstance`. Setting their `requires_grad` is refused.
+- Some things only the first call sees: globals that lie in the memory of the original, `requires_grad` that is set, and
+  writes through `.data`. In a branch that the first call did not take they are not noticed.
+- `apply.eval()` of a new process does not know which buffers a training elsewhere has moved, but for those of
+  normalization layers. Say `apply.eval().bind(state.buffers)`.
 - What a forward writes outside of the module (a global, a file, its arguments) is not looked at.
 """
 

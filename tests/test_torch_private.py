@@ -438,7 +438,7 @@ def test_traced_items_traced_value_and_traced_inputs_are_what_a_graph_has_and_re
     def look(context):
         tensors = private.traced_items(private.traced_locals(context)["tensors"])
         found.append({name: private.traced_value(variable) for name, variable in tensors.items()})
-        found.append([(name, id(tensor)) for name, tensor in private.traced_inputs(context)])
+        found.append([(name, id(tensor), version) for name, tensor, version in private.traced_inputs(context)])
 
     def compare(tensors):
         private.comptime()(look)
@@ -447,12 +447,49 @@ def test_traced_items_traced_value_and_traced_inputs_are_what_a_graph_has_and_re
         tensors = dict(tensors)
         compare(tensors)
         tensors["a"] = tensors["a"] + 1
+        tensors["b"].add_(1)
         compare(tensors)
         return tensors["a"]
 
     torch.compile(function, fullgraph=True, backend="eager")(given)
     assert [found[0][name] is found[2][name] for name in "ab"] == [False, True]
-    assert found[1] == [(f"L['tensors']['{name}']", id(tensor)) for name, tensor in given.items()]
+    assert found[1] == [(f"L['tensors']['{name}']", id(tensor), 0) for name, tensor in given.items()]
+    assert [version for _, _, version in found[3]] == [0, 1]
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_traced_fully_is_what_compile_was_told(fresh_dynamo, fullgraph):
+    # When it moves, a plain average of BatchNorm is an error of the compiler's, or is refused where it works.
+    seen = []
+
+    def look(context):
+        seen.append(private.traced_fully(context))
+
+    def inner(x):
+        private.comptime()(look)
+        return x + 1
+
+    torch.compile(lambda x: inner(x) * 2, fullgraph=fullgraph, backend="eager")(torch.zeros(1))
+    assert seen == [fullgraph]
+
+
+def test_traced_class_is_what_isinstance_finds_in_a_graph(fresh_dynamo):
+    # When it moves, a forward that asks for nn.Parameter takes another branch in a compiled step.
+    kinds = iter((torch.nn.Parameter, Tensor))
+
+    def look(context):
+        private.traced_class(private.traced_locals(context)["tensors"].items, next(kinds))
+
+    def marked(tensors):
+        private.comptime()(look)
+
+    def function(x):
+        marked([x])
+        inside = isinstance(x, torch.nn.Parameter)
+        marked([x])
+        return x + 10 * inside + isinstance(x, torch.nn.Parameter)
+
+    assert torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1)) == 10
 
 
 @pytest.fixture

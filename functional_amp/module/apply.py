@@ -118,11 +118,17 @@ class Apply:
 
         Raises:
             AttributeError: if the module has no such method.
+            ValueError: for a method of every module, such as `parameters` or `half`: what it gives is not computed.
         """
         if not callable(getattr(self.template, name, None)):
             raise AttributeError(
                 f"apply.method: found no method {name!r} of {type(self.template).__name__}, expected one of its class. "
                 "Give the name of a method, as a string."
+            )
+        if name != "__call__" and getattr(type(self.template), name, None) is getattr(nn.Module, name, self):
+            raise ValueError(
+                f"apply.method: found {name!r}, which every module has, expected a method that computes: the module "
+                "holds no numbers between calls. Ask the module itself, or look into params and buffers."
             )
         return dataclasses.replace(self, name=name)
 
@@ -154,7 +160,7 @@ class Apply:
     ) -> tuple[Any, Tensors, set[str]]:
         _check_names(params, self.trainable, "params")
         if not torch.compiler.is_compiling():
-            return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs)
+            return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs, returned=returned)
         fixed = [name for name in self.frozen if name not in self.lender.written]
         copies = {name: b.clone() for name, b in buffers.items() if name not in fixed}
         given = {**params, **{name: buffers[name] for name in fixed}}

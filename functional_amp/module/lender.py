@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from functional_amp.engine.loans import kept
 from functional_amp.engine.random import all_generators_kept
-from functional_amp.mode import transformed
 from functional_amp.module.followed import uncopyable
+from functional_amp.module.loan import Loan
 from functional_amp.module.reach import Absent, absent, walk
 from functional_amp.module.rehearsal import (
     Watch,
     copied,
+    own_leaf,
     refuse_changes,
     refuse_writes,
     same_bits,
@@ -30,7 +30,9 @@ from functional_amp.torch_private import is_fake, norm_layers
 
 _TAKEN_OUT = (
     "where its numbers are not, expected it to be read in the call, as an attribute or in a list or dict. Take it out "
-    "of tuples, sets and slots; differentiate checkpoints with scale_backward(..., backend='autograd')."
+    "of tuples, sets and slots; differentiate checkpoints with scale_backward(..., backend='autograd'). Where the "
+    "output calls the module later (a function, a generator, a distribution), return tensors, or put what calls it "
+    "into a method, apply.method(name)."
 )
 
 
@@ -44,11 +46,13 @@ class Lender:
             rehearsal finds to be written before they are read.
         names: the name of each tensor of the master, by its id.
         plan, kept: the slots and the scratch of the master itself, for graphs, which are traced with it.
+        parameters: the names of what is a parameter, frozen ones included.
+        constants: the tensors that are neither parameters nor buffers, by path.
         places: the name of the tensor at each attribute path, where there are no other slots; else empty.
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
-        traced: what a trace found before the forward: version counters by name, and the sources that it had read.
+        traced: what a trace found before the forward: version counters by name, and of what the graph read by source.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class Lender:
     ):
         self.master, self.origin, self.scratch, self.moved = master, origin, set(scratch), moved
         self.written: set[str] = set()
-        self.traced: tuple[dict[str, int], set[str]] = {}, set()
+        self.traced: tuple[dict[str, int], dict[str, int]] = {}, {}
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
         self._memo: dict[int, Any] = uncopyable(master)
@@ -66,15 +70,16 @@ class Lender:
                 made = absent(place, _TAKEN_OUT, tensor.shape, tensor.dtype, isinstance(tensor, nn.Parameter))
                 self.names[id(tensor)] = self._absent[id(made)] = place
                 self._memo[id(tensor)] = made
+        self.parameters = {self.names[id(p)] for p in master.parameters()}
         # What stands for a stale value can't be read: a forward that passes has written it first.
         self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)}
-        self._constants = {
+        self.constants = {
             path: obj
             for path, obj in walk(master)
             if isinstance(obj, Tensor) and not isinstance(obj, Absent) and id(obj) not in self.names
         }
-        self._memo.update({id(constant): constant for constant in self._constants.values()})
-        self._as_made = versions_of(self._constants.values())
+        self._memo.update({id(constant): constant for constant in self.constants.values()})
+        self._as_made = versions_of(self.constants.values())
         self.plan = slots(master, self.names)
         attributes = {place: self.names[id(tensor)] for place, tensor in registered(master)}
         made_later = any(buffer is None for layer in master.modules() for buffer in layer._buffers.values())
@@ -85,6 +90,7 @@ class Lender:
         self.writes_statistics = any(layer.training for layer in norms)
         self.statistics = {self.names[id(b)] for layer in norms for b in layer._buffers.values() if b is not None}
         self._free = [self._make({})]
+        self._late: list[RuntimeError] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"master": self.master, "scratch": self.scratch, "moved": self.moved}
@@ -96,7 +102,15 @@ class Lender:
         return Lender(copy.deepcopy(self.master, memo), self.origin, self.scratch, self.moved)
 
     def call(
-        self, params: Tensors, buffers: Tensors, frozen: frozenset[str], method: str, args: Any, kwargs: Any
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        frozen: frozenset[str],
+        method: str,
+        args: Any,
+        kwargs: Any,
+        *,
+        returned: bool,
     ) -> tuple[Any, Tensors, set[str]]:
         """Runs the forward with the tensors in their places.
 
@@ -104,13 +118,16 @@ class Lender:
             params, buffers: the tensors by name. The forward gets copies of the buffers.
             frozen: the names among the buffers that are copied only where the forward is known to write to them.
             method: the name of a method, or "" for the module's call.
+            returned: whether the caller gets the buffers: what a backward writes to others is lost.
 
         Returns:
             The output, the buffers after it, and the names of those that this call wrote to.
 
         Raises:
-            RuntimeError: where the forward wrote to anything but buffers.
+            RuntimeError: where the forward wrote to anything but buffers, or the backward of an earlier call.
         """
+        if self._late:
+            raise self._late.pop()
         if (method, torch.is_grad_enabled()) not in self._rehearsed:
             self._rehearse({**params, **buffers}, params, method, args, kwargs)
         fixed = frozen - self.written if self.written else frozen
@@ -134,14 +151,23 @@ class Lender:
         try:
             if written:
                 refuse_writes(written & {*params, *fixed})
-            moved = [] if versions_of(self._constants.values()) == self._as_made else list(self._constants)
+            moved = [] if versions_of(self.constants.values()) == self._as_made else list(self.constants)
             refuse_changes([*moved, *(change.name for change in changes if not self.is_scratch(change.name))])
         except RuntimeError:
             self._free.append(template)
             raise
         self.written |= written
         self.moved |= written
-        self._lend(template, {**tensors, **{name: after[name].detach() for name in written}}, output)
+        lent = {**tensors, **{name: after[name].detach() for name in written}}
+        Loan(
+            template,
+            lent,
+            followed=buffers.keys() - fixed if returned else (),
+            buffers=buffers,
+            is_scratch=self.is_scratch,
+            back=self._free.append,
+            late=self._late.append,
+        ).begin(output)
         return output, {name: after[name] for name in buffers}, written
 
     def state_dict(self, tensors: Tensors) -> dict[str, Any]:
@@ -157,32 +183,6 @@ class Lender:
         template.take_out()
         template.put_back()
         self._free.append(template)
-
-    def _end_loan(self, template: Template, tensors: Tensors) -> None:
-        after = template.take_out()
-        if not template.unchanged():
-            template.put_back()
-        self._free.append(template)
-        if lost := sorted(name for name, tensor in tensors.items() if after[name] is not tensor):
-            raise RuntimeError(
-                f"apply: found that the backward, which runs a checkpointed part again, assigns {lost} anew, expected "
-                "writes in place: torch counts both, and the second would be lost. Write self.n.add_(1), not "
-                "self.n = self.n + 1, or take it out of the checkpoint."
-            )
-
-    def _lend(self, template: Template, tensors: Tensors, output: Any) -> None:
-        """Leaves the tensors in the template for as long as a backward may run parts of the forward again."""
-        if kept(lambda: self._end_loan(template, tensors)):
-            template.place(tensors)
-            return
-        nodes = _nodes(output) if torch.is_grad_enabled() and not transformed() else []
-        if not nodes:
-            self._free.append(template)
-            return
-        template.place(tensors)
-        loan = _Loan(self, template)
-        for node in nodes:
-            node.metadata.setdefault(__name__, []).append(loan)
 
     def alive(self) -> dict[str, Tensor]:
         """The tensors of the original module, as far as it still exists."""
@@ -206,7 +206,7 @@ class Lender:
 
     # The rehearsal
 
-    def _rehearse(self, tensors: Tensors, trainable: Iterable[str], method: str, args: Any, kwargs: Any) -> None:
+    def _rehearse(self, tensors: Tensors, trainable: Collection[str], method: str, args: Any, kwargs: Any) -> None:
         """Runs the forward on copies of everything, and refuses what it leaves behind."""
         with all_generators_kept():
             changes = self._trial(tensors, trainable, method, args, kwargs)
@@ -217,7 +217,7 @@ class Lender:
                 refuse_changes(unread)
             self.scratch |= {change.name for change in changes}
             self.kept = self._places_of_scratch()
-        if not any(is_fake(tensor) for tensor in tensors.values()):  # which have no values to compare
+        if not any(is_fake(tensor) or tensor.is_meta for tensor in tensors.values()):  # which have no values to compare
             self._rehearsed.add((method, torch.is_grad_enabled()))
 
     def _writes_first(self, unread: set[str], *call: Any) -> bool:
@@ -233,23 +233,23 @@ class Lender:
     def _trial(
         self,
         tensors: Tensors,
-        trainable: Iterable[str],
+        trainable: Collection[str],
         method: str,
         args: Any,
         kwargs: Any,
         *,
         unread: Iterable[str] = (),
     ) -> list[Change]:
-        constants = {path: constant.clone() for path, constant in self._constants.items()}
-        template = self._make({id(old): constants[path] for path, old in self._constants.items()})
+        constants = {path: constant.clone() for path, constant in self.constants.items()}
+        template = self._make({id(old): constants[path] for path, old in self.constants.items()})
         args, kwargs = copied((args, kwargs))
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        copies = {name: own_leaf(tensor) for name, tensor in tensors.items()}
         both = {**copies, **constants}
         versions = versions_of(both.values())
         template.seal(unread)
         template.place(copies)
         try:
-            with Watch(self.alive()), unseen_by_checkpoints():
+            with Watch(self.alive(), copies, trainable), unseen_by_checkpoints():
                 template.run(method, args, kwargs)
             after = template.take_out()
             changes = template.changes()
@@ -257,25 +257,9 @@ class Lender:
             template.take_out()
             template.put_back()  # closures are shared with the original
         written = written_to(both, {**constants, **after}, versions)
-        written |= {name for name, old in {**tensors, **self._constants}.items() if not same_bits(both[name], old)}
+        written |= {name for name, old in {**tensors, **self.constants}.items() if not same_bits(both[name], old)}
         refuse_writes(written.intersection(trainable))
         refuse_changes(written.intersection(constants))
         self.written |= written
         self.moved |= written
         return changes
-
-
-class _Loan:
-    """Gives a template back when the graph that may need it is gone."""
-
-    def __init__(self, lender: Lender, template: Template):
-        self._lender, self._template = lender, template
-
-    def __del__(self) -> None:
-        self._lender._take_back(self._template)
-
-
-def _nodes(output: Any) -> list[Any]:
-    """The nodes of the graph that made the output."""
-    tensors = [output] if isinstance(output, Tensor) else [x for _, x in walk(output) if isinstance(x, Tensor)]
-    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]

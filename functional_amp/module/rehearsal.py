@@ -5,20 +5,21 @@ from __future__ import annotations
 import bisect
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from functional_amp.mode import transformed
 from functional_amp.module.followed import memory
 from functional_amp.module.reach import walk
 from functional_amp.module.templates import Tensors
-from functional_amp.torch_private import saved_tensors_are_hooked, unwrapped
+from functional_amp.torch_private import norm_layers, saved_tensors_are_hooked, unwrapped
 
 
 class Originals:
@@ -44,12 +45,17 @@ class Originals:
             )
 
 
+_FLAGS = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
+
+
 class Watch(TorchFunctionMode):
     """Refuses what a copy can not follow: the original's own tensors, and checkpoints that give no gradient."""
 
-    def __init__(self, original: Mapping[str, Tensor]):
+    def __init__(self, original: Mapping[str, Tensor], placed: Mapping[str, Tensor], trainable: Collection[str]):
         super().__init__()
         self._originals = Originals(original)
+        self._placed = {id(tensor): name for name, tensor in placed.items()}
+        self._trainable = trainable
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -57,6 +63,9 @@ class Watch(TorchFunctionMode):
             for found in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(found, Tensor):
                     self._originals.refuse(found)
+        if func in _FLAGS and (name := self._placed.get(id(args[0]))) is not None:
+            if name in self._trainable or (*args[1:], *kwargs.values(), True)[0]:
+                _refuse_flag(name)
         if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise RuntimeError(
                 "apply: found a reentrant checkpoint, expected one that gives gradients to parameters. Call "
@@ -104,6 +113,13 @@ def copied(arguments: Any) -> Any:
         ) from error
 
 
+def own_leaf(tensor: Tensor) -> Tensor:
+    """A copy of a tensor, which is a leaf where it is one."""
+    if not tensor.is_leaf or transformed():
+        return tensor.clone()
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     try:
         return [tensor._version for tensor in tensors]
@@ -128,6 +144,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if type(a) not in (Tensor, nn.Parameter) or a.layout is not torch.strided or a.is_meta:
         return True
     return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def _refuse_flag(name: str) -> None:
+    raise RuntimeError(
+        f"apply: found that the forward sets requires_grad of {name!r}, expected one that leaves it: parameters are "
+        "values here, and the caller's. To freeze a layer for one use, write torch.func.functional_call(self.layer, "
+        "{name: p.detach() for name, p in self.layer.named_parameters()}, x); for good, freeze it before from_module."
+    )
 
 
 def refuse_lost(names: Iterable[str]) -> None:
@@ -164,3 +188,23 @@ def refuse_changes(names: Iterable[str], hint: str = "") -> None:
             "module once before from_module; if it is only kept for others to read, from_module(module, scratch=(...))."
             + hint
         )
+
+
+def refuse_in_backward(names: Iterable[str]) -> None:
+    if names := sorted(names):
+        raise RuntimeError(
+            f"apply: found that the backward (a hook, say) keeps something at {names}, expected state in buffers: the "
+            "next call would not find it. Register a buffer in __init__, write to it in place and use "
+            "apply.with_buffers; if it is only kept for others to read, from_module(module, scratch=(...))."
+        )
+
+
+def refuse_averages(module: nn.Module) -> None:
+    """Raises RuntimeError for layers that read on the host which number a batch has: a graph can't be left for it."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, norm_layers()) and layer.momentum is None and layer.training and layer.track_running_stats:
+            raise RuntimeError(
+                f"apply: found momentum=None of the {type(layer).__name__} at {name!r} in a graph, expected a number: "
+                "the factor of a plain average is read on the host. Set a momentum such as 0.1 before from_module; or "
+                "leave the graph for it, compile={'fullgraph': False}; or do not compile."
+            )

@@ -35,6 +35,8 @@ class Template:
         self.slots = slots(self.module, names)
         # Of tied places the first is the last here, so that what lies in it counts.
         self._placeholders = [(container, key, name, container[key]) for container, key, name in reversed(self.slots)]
+        self._parameters = {name for _, _, name, held in self._placeholders if isinstance(held, nn.Parameter)}
+        self._marked: list[dict[str, Any]] = []
         objects = list(walk(self.module))
         self._watched = [entry for path, obj in objects for entry in holders(path, obj)]
         self._bytes = [entry for path, obj in objects if (entry := opaque(path, obj))]
@@ -58,9 +60,14 @@ class Template:
         self._owners, self._keys, self._values = map(list, zip(*compared))
 
     def place(self, tensors: Tensors) -> None:
-        """Lays the tensors in."""
+        """Lays the tensors in; to `isinstance`, those of parameters are `nn.Parameter` as long as they lie here."""
         for container, key, name in self.slots:
             container[key] = tensors[name]
+        for name in self._parameters:
+            marks: Any = tensors[name].__dict__
+            if "_is_param" not in marks:
+                marks["_is_param"] = True
+                self._marked.append(marks)
 
     def take_out(self) -> dict[str, Any]:
         """Puts the placeholders back. Gives what lay there (None if it was deleted); of tied places, in the first."""
@@ -68,7 +75,16 @@ class Template:
         for container, key, name, placeholder in self._placeholders:
             after[name] = container[key] if isinstance(container, list) or key in container else None
             container[key] = placeholder
+        self._unmark()
         return after
+
+    def _unmark(self) -> None:
+        for marks in self._marked:
+            marks.pop("_is_param", None)
+        self._marked.clear()
+
+    def __del__(self) -> None:
+        self._unmark()  # of a call that raised
 
     def unchanged(self) -> bool:
         """True if the containers hold what they held, once the tensors have been taken out. Hooks are not compared."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from functional_amp.module.lender import Lender
 from functional_amp.module.reach import CONTAINERS, walk
 from functional_amp.module.rehearsal import (
     Originals,
+    refuse_averages,
     refuse_changes,
     refuse_lost,
     refuse_statistics,
@@ -18,7 +20,9 @@ from functional_amp.module.rehearsal import (
 from functional_amp.module.templates import Tensors
 from functional_amp.torch_private import (
     comptime,
+    traced_class,
     traced_effects,
+    traced_fully,
     traced_inputs,
     traced_items,
     traced_locals,
@@ -82,8 +86,11 @@ def _look(context: Any) -> None:
     fixed, copies, after = (traced_items(local[name]) for name in ("fixed", "copies", "after"))
     tensors = {**fixed, **copies}
     versions, inputs = dict(zip(tensors, traced_versions(tensors.values()), strict=True)), traced_inputs(context)
+    traced_class([v for name, v in tensors.items() if name in lender.parameters], Tensor if after else nn.Parameter)
     if not after:
-        lender.traced = versions, {source for source, _ in inputs}
+        if traced_fully(context):
+            refuse_averages(lender.master)
+        lender.traced = versions, {source: version for source, _, version in inputs}
         return
     before, seen = lender.traced
     written = {name for name, version in versions.items() if version != before[name]}
@@ -98,11 +105,12 @@ def _look(context: Any) -> None:
             refuse_statistics(sorted(moved))
         lender.moved |= moved
     originals = Originals(lender.alive())
-    for source, tensor in inputs:
+    for source, tensor, _ in inputs:
         if source not in seen or "_parameters[" in source:
             originals.refuse(tensor)
     placed = {id(container) for container, _, _ in lender.plan}
-    changed: list[str] = []
+    constants = {id(constant): path for path, constant in lender.constants.items()}
+    changed = [constants[id(t)] for source, t, v in inputs if id(t) in constants and v != seen.get(source, 0)]
     for path, obj in walk(lender.master):
         variable = effects.id_to_variable.get(id(obj))
         if variable is None or not effects.is_modified(variable):
