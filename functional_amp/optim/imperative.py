@@ -53,7 +53,7 @@ class Imperative:
     def begin(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[Layout, Kept]:
         """What is kept of these parameters, and what it is at first."""
         members, hypers = self.grouped(params, paths)
-        leaves = [self.as_parameter(copied(param)) for param in params]
+        leaves = self.as_parameters([copied(param) for param in params])
         layout, first = trial(self.built(leaves, members, hypers), leaves, members, hypers)
         for hyper, slots in zip(hypers, layout.groups, strict=True):
             for slot in slots:
@@ -96,7 +96,7 @@ class Imperative:
         """
         state = layout.taken_apart(tensors)
         recorded = torch.is_grad_enabled() and not can_write_in_place()
-        lent = list(params) if recorded else [self.as_parameter(param.detach()) for param in params]
+        lent = list(params) if recorded else self.as_parameters([param.detach() for param in params])
         waiting = iter(state.begun)
         begun = [next(waiting) if begins else None for begins in layout.begins]
         optimizer: Any = layout.template
@@ -135,13 +135,14 @@ class Imperative:
             finally:
                 optimizer.state, optimizer.param_groups = defaultdict(dict), bare
 
-    def as_parameter(self, leaf: Tensor) -> Tensor:
-        """A leaf as the class knows it, which may ask whether it requires a gradient.
+    def as_parameters(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Leaves as the class knows them, which may ask whether they require a gradient.
 
         With `differentiable=True` torch's classes record their writes, which a leaf that does forbids.
         """
-        forbidden = self.hyper.get("differentiable") or leaf.is_inference() or not can_write_in_place()
-        return leaf if forbidden else leaf.requires_grad_()
+        if self.hyper.get("differentiable") or not can_write_in_place():
+            return list(leaves)
+        return [leaf if leaf.is_inference() else leaf.requires_grad_() for leaf in leaves]
 
     def _check_unchanged(self, layout: Layout, before: Sequence[Mapping[str, Any]]) -> None:
         """Raises TypeError where an update has changed what is kept nowhere."""
@@ -223,9 +224,9 @@ def laid_out(value: Any, param: Tensor) -> Any:
 
     A fused kernel goes through its tensors as they lie in memory, whatever their strides.
     """
-    if not isinstance(value, Tensor) or value.shape != param.shape:
+    if type(value) is Tensor and value.is_contiguous() and type(param) is Tensor and param.is_contiguous():
         return value
-    if local(value).stride() == local(param).stride():
+    if not isinstance(value, Tensor) or value.shape != param.shape or local(value).stride() == local(param).stride():
         return value
     return torch.empty_like(param, dtype=value.dtype).copy_(value)
 

@@ -33,7 +33,7 @@ def rehearse(imperative: Imperative, params: Sequence[Tensor], paths: Sequence[s
     with all_generators_kept():
         layout, first = imperative.begin(ours, names)
     members, hypers = imperative.grouped(ours, names)
-    loop = imperative.built(list(map(imperative.as_parameter, theirs)), members, hypers)
+    loop = imperative.built(imperative.as_parameters(theirs), members, hypers)
     kept = first.tensors()
     for update, factor in enumerate(FACTORS):
         before = [leaf.detach().clone() for leaf in theirs]
