@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from functional_amp.engine.loans import kept
 from functional_amp.engine.random import all_generators_kept
 from functional_amp.mode import transformed
-from functional_amp.module.followed import uncopyable
+from functional_amp.module.copies import shared
 from functional_amp.module.reach import Absent, absent, walk
 from functional_amp.module.rehearsal import (
     Watch,
@@ -57,7 +57,7 @@ class Lender:
         self.written: set[str] = set()
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
-        self._memo: dict[int, Any] = uncopyable(master)
+        self._memo: dict[int, Any] = shared(master)
         self._absent: dict[int, str] = {}
         for place, tensor in registered(master):
             if id(tensor) not in self.names:
