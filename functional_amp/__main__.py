@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 import shutil
@@ -148,4 +149,5 @@ def main(check: Callable[[torch.device], list[str]] = self_check) -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m functional_amp", description=__doc__).parse_args()
     sys.exit(main())

@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_amp.dtypes import accumulation_dtype, is_differentiable
 from functional_amp.engine.sharded import distributed_as
 from functional_amp.names import encoded, kind, named, same, shown, walk
-from functional_amp.optim import AdamState, SGDState
+from functional_amp.optim import AdamState, EmaState, SGDState, TorchState
 from functional_amp.registry import with_fields
 from functional_amp.tree import PyTree, flatten, map_tensors
 from functional_amp.values.grads import Loss, ScaledGrads
@@ -22,7 +22,8 @@ FORMAT_VERSION = 1
 
 # torch.load(weights_only=True) makes objects of these classes alone, and only from tensors, numbers and containers.
 torch.serialization.add_safe_globals(
-    [TrainState, Window, Metrics, ScaledGrads, Loss, DynamicScale, StaticScale, NoScale, AdamState, SGDState]
+    [TrainState, Window, Metrics, ScaledGrads, Loss, DynamicScale, StaticScale, NoScale]
+    + [AdamState, SGDState, TorchState, EmaState]
 )
 
 
@@ -161,7 +162,15 @@ def with_window_of(flat: Mapping[str, Tensor], template: TrainState) -> TrainSta
     scale = template.scaler.scale
     half = any(str(name).split("/")[:2] == ["window", "params"] for name in flat)
     params = _in_dtypes_of(flat, template.params) if half else None
-    window = Window(ScaledGrads(tree, scale), torch.zeros_like(scale), template.buffers, params)
+    loss, reduction = flat.get("window/loss"), flat.get("window/reduction")
+    summed = isinstance(reduction, Tensor) and same(reduction, encoded("sum", "window/reduction"))
+    window = Window(
+        ScaledGrads(tree, scale),
+        torch.zeros_like(scale, dtype=loss.dtype if isinstance(loss, Tensor) else None),
+        template.buffers,
+        params,
+        reduction="sum" if summed else "mean",
+    )
     return with_fields(template, window=window)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_amp.checks import check_number, is_number
 from functional_amp.tree import PyTree
 
 
@@ -53,17 +55,21 @@ def walk(node: PyTree, name: str) -> Iterator[tuple[str, Any, bool]]:
 
 def encoded(value: Any, name: str) -> Tensor:
     """A number or a text as a tensor."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout == torch.strided:
         return value.detach().resolve_conj().resolve_neg().contiguous()
+    if is_number(value):
+        value = check_number(value, name)  # numpy's are the numbers that they are
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
     if isinstance(value, int) and -(2**63) <= value < 2**63:  # a bool too, which gives a bool tensor
         return torch.tensor(value)
     if isinstance(value, (str, torch.dtype)) or value is None:
         return torch.tensor(list(str(value).encode()), dtype=torch.uint8)
+    found = str(value.layout) if isinstance(value, Tensor) else f"{type(value).__name__} {reprlib.repr(value)}"
     raise TypeError(
-        f"{name}: found {type(value).__name__} {value!r}, expected a tensor, a number within int64, a bool, a text, "
-        "a dtype or None. Remedy: save json.dumps(...) of it."
+        f"{name}: found {found}, expected a strided tensor, a number within int64, a bool, a text, a dtype or None. "
+        "Remedy: save json.dumps(...) of it, or repr(...); of an array torch.as_tensor(...), of a sparse tensor "
+        ".to_dense()."
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -77,6 +78,12 @@ def keeping_saved_tensor_hooks() -> Iterator[None]:
         raise
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether hooks see what is saved for a backward here, as those of a checkpoint do."""
+    autograd: Any = cast(Any, torch._C)._autograd
+    return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def dynamo_exception() -> type[BaseException]:
     """What the compiler raises; importing it takes a second."""
     from torch._dynamo.exc import TorchDynamoException
@@ -148,8 +155,12 @@ def comptime() -> Any:
 
 
 def traced_locals(context: Any) -> Any:
-    """What dynamo knows of the local variables where `comptime` was called."""
-    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+    """What dynamo knows of the local variables where `comptime` was called, all of it: it looks at some late."""
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    return LazyVariableTracker.realize_all(
+        context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+    )
 
 
 def traced_effects(context: Any) -> Any:
@@ -157,9 +168,32 @@ def traced_effects(context: Any) -> Any:
     return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
 
 
-def traced_version(variable: Any) -> int:
-    """The version counter of the stand-in of a traced tensor."""
-    return unwrapped(variable.proxy.node.meta["example_value"])._version
+def traced_items(variable: Any) -> dict[str, Any]:
+    """What dynamo knows of the values of a dict with strings for keys."""
+    return {key.vt.as_python_constant(): value for key, value in variable.items.items()}
+
+
+def traced_value(variable: Any) -> Tensor:
+    """The stand-in of a traced tensor."""
+    return variable.proxy.node.meta["example_value"]
+
+
+def traced_versions(variables: Iterable[Any]) -> list[int]:
+    """The version counters of the stand-ins of traced tensors, each with those of its `.data`, which has its own."""
+    variables, of_data = list(variables), Counter[int]()
+    for node in variables[0].proxy.node.graph.nodes if variables else ():
+        if node.target is cast(Any, torch._C)._autograd._get_data_attr:
+            data = unwrapped(node.meta["example_value"])
+            of_data[storage_key(data)] += data._version
+    values = [unwrapped(traced_value(variable)) for variable in variables]
+    return [value._version + (of_data[storage_key(value)] if of_data else 0) for value in values]
+
+
+def traced_inputs(context: Any) -> list[tuple[str, Tensor]]:
+    """The tensors that a graph reads so far, as they are outside of it, each with dynamo's name of its source."""
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.root_tracer
+    found = [node.meta["grapharg"] for node in tracer.graph.find_nodes(op="placeholder") if "grapharg" in node.meta]
+    return [(str(given.source.name), given.example) for given in found if isinstance(given.example, Tensor)]
 
 
 def all_reduced(tensors: list[Tensor], group: str, *, in_place: bool = False) -> list[Tensor]:

@@ -6,7 +6,9 @@ a missing gradient stands at the place of its parameter.
 
 from __future__ import annotations
 
+import copy
 import operator
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -42,6 +44,17 @@ def flatten(tree: PyTree) -> Flat:
         return Flat(*optree.tree_flatten(tree, none_is_leaf=True))
     boxes, spec = optree.tree_flatten(_boxed(tree), none_is_leaf=True)
     return Flat([_unboxed(box) for box in boxes], spec)
+
+
+def with_own_containers(tree: PyTree) -> PyTree:
+    """The same leaves in new containers: what is assigned to them, or taken out, is seen by nobody else.
+
+    In a graph the containers are as they were: the compiler refuses to trace a write to those that a loss is given.
+    """
+    if in_graph():
+        return tree
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    return optree.tree_unflatten(spec, [copy.copy(leaf) if isinstance(leaf, UserDict) else leaf for leaf in leaves])
 
 
 def paths(tree: PyTree) -> list[str]:

@@ -97,8 +97,15 @@ def read_loss(p: dict[str, Any], x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss_fn", [broken_loss, read_loss])
-@pytest.mark.parametrize("options", [{}, {"backend": "autograd"}, {"donate": True}])
+@pytest.mark.parametrize(
+    ("options", "loss_fn"),
+    [
+        ({}, read_loss),
+        ({"backend": "autograd"}, broken_loss),
+        ({"donate": True}, read_loss),
+        ({"donate": True}, broken_loss),
+    ],
+)
 def test_L10_fullgraph_false_with_a_graph_break(options, loss_fn, fresh_dynamo):
     torch.manual_seed(0)
     params = {"w": torch.randn(3, 2), "nested": {"b": torch.zeros(2)}}
@@ -576,8 +583,9 @@ def test_L17_remedy_in_an_error_message_is_tried__hooks_of_a_loss_do_not_pile_up
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["checkpoint", "attention"])
-@pytest.mark.parametrize("part", ["window", "accumulate", "scan"])
+@pytest.mark.parametrize(
+    ("name", "part"), [("attention", "window"), ("checkpoint", "accumulate"), ("attention", "scan")]
+)
 def test_L17_remedy_in_an_error_message_is_tried__compiled(name, part, fresh_dynamo):
     loss_fn = lambda p, x: BEYOND_FUNC[name][0](p, x)  # noqa: E731
     optimizer = fa.sgd(1.0)

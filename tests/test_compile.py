@@ -104,12 +104,6 @@ def check_twenty_windows(problem: Problem, form: str, backend: Any) -> None:
         pytest.param("conv_net", "halves", "func", marks=pytest.mark.slow),
         pytest.param("transformer", "whole", "func", marks=pytest.mark.slow),
         pytest.param("conv_net", "whole", "autograd", marks=pytest.mark.slow),
-        pytest.param("mlp", "whole", "autograd", marks=pytest.mark.slow),
-        pytest.param("mlp", "halves", "func", marks=pytest.mark.slow),
-        pytest.param("conv_net", "whole", "func", marks=pytest.mark.slow),
-        pytest.param("conv_net", "halves", "autograd", marks=pytest.mark.slow),
-        pytest.param("transformer", "whole", "autograd", marks=pytest.mark.slow),
-        pytest.param("transformer", "halves", "func", marks=pytest.mark.slow),
         pytest.param("transformer", "halves", "autograd", marks=pytest.mark.slow),
     ],
 )

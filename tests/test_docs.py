@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,17 +18,34 @@ PAGES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+def program_of(page: Path) -> str:
+    """The blocks of a page as one program, with the page's line numbers in a traceback."""
     text = page.read_text()
     program = ""
     for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         line = text.count("\n", 0, block.start(1))
-        program += "\n" * (line - program.count("\n")) + block[1]  # a traceback has the page's line numbers
+        program += "\n" * (line - program.count("\n")) + block[1]
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
-    script.write_text(program)
+    script.write_text(program_of(page))
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_the_page_of_several_processes_runs_on_two(tmp_path: Path) -> None:
+    script = tmp_path / "distributed.py"
+    script.write_text(program_of(ROOT / "docs" / "distributed.md"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    result = subprocess.run([*launcher, str(script)], capture_output=True, text=True, env=environment, timeout=240)
     assert result.returncode == 0, result.stderr
 
 

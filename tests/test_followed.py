@@ -215,10 +215,9 @@ refused by an error that names the place and a way out. It is never silently dif
   or twice more on copies of the parameters, buffers and arguments. What it leaves behind is found by comparison.
   Random numbers are put back.
 - Later calls compare version counters and attributes. A difference is an error, and attributes are put back.
-- In a graph that is traced before the first call outside of it, the compiler's own record of what was changed is
-  looked at. It can't tell what is written before it is read, and a write through `.data` outside of a derivative
-  escapes it: call the function once before you compile it. Attributes of other objects that hold parameters are an
-  error of the compiler.
+- Call the function once before you compile it. A graph that is traced first misses two things: that an attribute is
+  written before it is read, and a write through `.data` outside of a derivative. Parameters that are attributes of
+  other objects are an error of the compiler in such a graph.
 
 | what a module has or does | what becomes of it | what to do |
 | --- | --- | --- |

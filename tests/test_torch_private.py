@@ -102,6 +102,14 @@ def test_keeping_saved_tensor_hooks_allows_them_again_after_an_exception():
     assert autograd._saved_tensors_hooks_is_enabled()
 
 
+def test_saved_tensors_are_hooked_inside_hooks_and_nowhere_else():
+    # When it moves, a first call inside a checkpoint is counted twice, or one with torch.func in it is refused.
+    assert not private.saved_tensors_are_hooked()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert private.saved_tensors_are_hooked()
+    assert not private.saved_tensors_are_hooked()
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_storage_key_is_one_for_tensors_on_one_storage(device):
     # When it moves, two parameters that are views of one tensor are both written to.
@@ -402,25 +410,49 @@ def test_traced_effects_knows_which_object_was_written_to_while_a_graph_is_trace
     assert modified == [False, True]
 
 
-def test_comptime_traced_locals_and_traced_version_show_a_write_while_a_graph_is_traced(fresh_dynamo):
+def test_comptime_traced_locals_and_traced_versions_show_a_write_while_a_graph_is_traced(fresh_dynamo):
     # When they move, a compiled loss function writes to the buffers of a state, and a skip can't take it back.
     seen = []
 
     def look(context):
-        (variable,) = private.traced_locals(context)["watched"].items
-        seen.append(private.traced_version(variable))
+        seen.append(private.traced_versions(private.traced_locals(context)["watched"].items))
 
     def compare(watched):
         private.comptime()(look)
 
-    def function(x):
-        compare([x])
+    def function(x, y, z):
+        compare([x, y, z])
         x.add_(1)
-        compare([x])
-        return x
+        y.data.add_(1)
+        compare([x, y, z])
+        return x + y + z
 
-    torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1))
-    assert seen[1] == seen[0] + 1
+    torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+    assert [new - old for old, new in zip(*seen, strict=True)] == [1, 1, 0]
+
+
+def test_traced_items_traced_value_and_traced_inputs_are_what_a_graph_has_and_reads(fresh_dynamo):
+    # When they move, a compiled forward that assigns a buffer anew, or reads a global of the original, passes.
+    given, found = {"a": torch.zeros(1), "b": torch.ones(1)}, []
+
+    def look(context):
+        tensors = private.traced_items(private.traced_locals(context)["tensors"])
+        found.append({name: private.traced_value(variable) for name, variable in tensors.items()})
+        found.append([(name, id(tensor)) for name, tensor in private.traced_inputs(context)])
+
+    def compare(tensors):
+        private.comptime()(look)
+
+    def function(tensors):
+        tensors = dict(tensors)
+        compare(tensors)
+        tensors["a"] = tensors["a"] + 1
+        compare(tensors)
+        return tensors["a"]
+
+    torch.compile(function, fullgraph=True, backend="eager")(given)
+    assert [found[0][name] is found[2][name] for name in "ab"] == [False, True]
+    assert found[1] == [(f"L['tensors']['{name}']", id(tensor)) for name, tensor in given.items()]
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from functional_amp.debug.blame import Origin, Outside, roots
 from functional_amp.debug.draws import Draws
-from functional_amp.debug.explain_advice import APPLIED, OTHER_RANKS, PRECISION, advise
-from functional_amp.debug.explain_table import NOT_ON_THIS_RANK, NOT_REPRODUCED, Explanation
+from functional_amp.debug.explain_advice import APPLIED, OTHER_RANKS, PRECISION, WEIGHT, advise
+from functional_amp.debug.explain_table import NO_WEIGHT, NOT_ON_THIS_RANK, NOT_REPRODUCED, Explanation
 from functional_amp.debug.replay import (
     Options,
     Replay,
@@ -86,6 +86,8 @@ def explain(
     options = settled(options, state, micro_batches, draws)
     replay = instrumented(options, state, micro_batches, draws, at)
     finite = not replay.leaves and is_finite_at(options, state, micro_batches, draws, at)
+    if not replay.stage and replay.weight <= 0:
+        return Explanation(False, NO_WEIGHT, at, replay.loss, WEIGHT.format(weight=replay.weight))
     if not replay.stage and finite:
         harmless = replay.provenance.harmless([])
         if isinstance(loss_fn, Step) and loss_fn.mesh is not None:

@@ -22,6 +22,11 @@ PRECISION = (
     "torch._inductor.config has the same option."
 )
 
+WEIGHT = (
+    "The gradients are finite, and the weights of the window sum to {weight:g}: it is applied where they sum to more "
+    "than 0. Look at Loss(..., weight=) and at what a mask leaves over, or leave such a window out."
+)
+
 OTHER_RANKS = (
     "This rank's micro-batches are finite. Call explain on every rank, with its own window: where one of them is bad, "
     "its rank names it. Where none is, the sum over the ranks left float32: use a smaller loss scale. "

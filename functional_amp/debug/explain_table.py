@@ -9,6 +9,7 @@ from functional_amp.debug.explain_range import Range
 
 NOT_REPRODUCED = "not reproduced in eager"
 NOT_ON_THIS_RANK = "not on this rank"
+NO_WEIGHT = "no weight"
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Explanation:
     Attributes:
         found: whether its loss or its gradients were not finite when it was run again.
         stage: input (a tensor was bad before the loss function touched it), forward, backward, accumulate,
-            unscale, norm, "not reproduced in eager", or "not on this rank" for a step with a mesh.
+            unscale, norm, "not reproduced in eager", "not on this rank" for a
+            step with a mesh, or "no weight" for a window that was skipped for its weight.
         micro_batch: which one of the window, from 0; None where the fault is in none of them.
         source: the bad tensor where the stage is input: `params.w`, `batch.0`, `buffers.mean`, or `a constant`.
         module, module_type: the path of the module inside the one that the loss function called, and its type.

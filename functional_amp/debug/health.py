@@ -81,7 +81,7 @@ def check_health(
     >>> check_health(state)[0].found
     "the state is not finite at ['params']."
     """
-    findings = skips_in_a_row(state, max_skipped)
+    findings = skips_in_a_row(state, max_skipped, empty=_is_empty(history))
     if not (history is None or isinstance(history, (History, Metrics))):
         raise TypeError(f"history: found {type(history).__name__}, expected a History, the Metrics of a step or None.")
     findings += [*_of_scale(state, stuck=bool(findings)), *_of_tensors(state), *_of_windows(history)]
@@ -92,8 +92,12 @@ def check_health(
     return findings
 
 
-def skips_in_a_row(state: TrainState, max_skipped: int) -> list[Finding]:
-    """The finding of that name, if there is one; it reads three numbers."""
+def skips_in_a_row(state: TrainState, max_skipped: int, *, empty: bool = False) -> list[Finding]:
+    """The finding of that name, if there is one; it reads three numbers.
+
+    Args:
+        empty: whether the last window is known to have been skipped for want of weight.
+    """
     if not isinstance(state, TrainState):
         raise TypeError(f"state: found {type(state).__name__}, expected the TrainState of init_state or of a step.")
     check_number(max_skipped, "max_skipped", "an int", integer=True)
@@ -102,9 +106,16 @@ def skips_in_a_row(state: TrainState, max_skipped: int) -> list[Finding]:
     skipped, scale, moved = _of_worst(state)
     if skipped <= max_skipped:
         return []
+    if empty:
+        found = (
+            f"{skipped} updates in a row were skipped; the gradients of the last window are finite, its weight is 0."
+        )
+        advice = "Look at Loss(..., weight=), and at what a mask leaves over; or leave such windows out."
+        return [Finding("skips in a row", "error", "certain", found, advice)]
     found = f"{skipped} updates in a row were skipped; the loss scale is down to {scale:g} after {moved} applied ones."
     advice = (
-        "A scale that low does not help: look for inf or NaN in the data, the parameters or the loss itself. "
+        "A scale that low does not help: look for inf or NaN in the data, the parameters or the loss itself, or for "
+        "windows without weight. "
         f"{EXPLAIN}."
     )
     return [Finding("skips in a row", "error", "certain", found, advice)]
@@ -182,6 +193,12 @@ def _of_windows(history: History | Metrics | None) -> list[Finding]:
         advice = "Look at what the loss adds outside the graph (detached terms, masked items) and at the data."
         findings.append(Finding("loss", "warning", "certain", found, advice))
     return findings
+
+
+def _is_empty(history: History | Metrics | None) -> bool:
+    """Whether the last window had no weight: finite, and not applied."""
+    last = _windows(history)[-1:]
+    return bool(last) and bool(last[0]["finite"]) and not last[0]["applied"]
 
 
 def _windows(history: History | Metrics | None) -> list[dict[str, Any]]:

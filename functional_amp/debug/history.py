@@ -93,8 +93,7 @@ class History:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "to_tensorboard: found no tensorboard, expected it to be installed. "
-                'Remedy: pip install "functional_amp[tensorboard]".'
+                "to_tensorboard: found no tensorboard, expected it to be installed. Remedy: pip install tensorboard."
             ) from error
         with SummaryWriter(str(directory)) as writer:
             self._write(writer)
@@ -134,6 +133,7 @@ class History:
 
 
 register(History, ("rows", "overflows", "count"), ("paths",))
+torch.serialization.add_safe_globals([History])
 
 
 def init_history(state: TrainState, n: int = 1024) -> History:

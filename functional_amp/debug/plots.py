@@ -147,7 +147,7 @@ def _figure(height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            'plot: found no matplotlib, expected it to be installed. Remedy: pip install "functional_amp[plot]".'
+            "plot: found no matplotlib, expected it to be installed. Remedy: pip install matplotlib."
         ) from error
     return Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
 

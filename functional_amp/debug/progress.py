@@ -12,8 +12,8 @@ from functional_amp.values.state import TrainState
 def check_progress(state: TrainState, *, max_skipped: int = 100, grads: ScaledGrads | PyTree = None) -> None:
     """Raise where the run has skipped so many updates in a row that it is stuck.
 
-    The finding `skips in a row` of `check_health`, alone and as an error. It reads three numbers on the
-    host, and waits for the device to get there: call it now and then.
+    The finding `skips in a row` of `check_health`, alone and as an error, and later: after 100 skips, not 30. It
+    reads three numbers on the host, and waits for the device to get there: call it now and then.
 
     Args:
         state: the state after an update.

@@ -61,6 +61,7 @@ class Replay:
         origins: what their bad elements, and the loss's, came from.
         loss: of that micro-batch, or of the last.
         counts: whether that loss has a weight other than 0.
+        weight: of all micro-batches together, as far as they were run.
         provenance: the record.
     """
 
@@ -70,6 +71,7 @@ class Replay:
     origins: tuple[Origin, ...]
     loss: float
     counts: bool
+    weight: float
     provenance: Provenance
 
 
@@ -155,18 +157,18 @@ def instrumented(options: Options, state: TrainState, window: Sequence[Any], dra
     named += [pair for micro_batch in window for pair in _named("batch", micro_batch)]
     locator = Locator(instrumented.__code__)
     record = Provenance(locator, named)
-    loss, counts = torch.nan, True
+    loss, counts, weight = torch.nan, True, 0.0
     with draws.again(), locator:
         for check in _checks(options, state, window, _static(scale, state), record):
             if check.loss is not None:
-                loss, counts = float(check.loss), check.counts
+                loss, counts, weight = float(check.loss), check.weight != 0, weight + check.weight
             leaves = [leaf for leaf in flatten(check.grads).leaves if leaf is not None]
             bad = [tensor for tensor in (*leaves, *check.values) if not is_finite(tensor)]
             if bad:
                 origins = tuple(origin for tensor in bad for origin in record.origins(tensor))
                 names = tuple(nonfinite_paths(check.grads))
-                return Replay(check.stage, check.micro_batch, names, origins, loss, counts, record)
-    return Replay("", None, (), (), loss, counts, record)
+                return Replay(check.stage, check.micro_batch, names, origins, loss, counts, weight, record)
+    return Replay("", None, (), (), loss, counts, weight, record)
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class _Check:
         grads: a tree of gradients.
         values: other tensors that must be finite.
         loss: of a micro-batch, where the stage has one.
-        counts: whether that loss has a weight other than 0.
+        weight: of that micro-batch.
     """
 
     stage: str
@@ -186,7 +188,7 @@ class _Check:
     grads: PyTree
     values: tuple[Tensor, ...] = ()
     loss: Tensor | None = None
-    counts: bool = True
+    weight: float = 1.0
 
 
 def _checks(
@@ -202,9 +204,9 @@ def _checks(
         record.phase, record.micro_batch = "forward", index
         with record:
             grads, loss, out = scale_backward(loss_fn, scaler, params, micro_batch, buffers, backend=options.backend)
-        counts = bool(grads.weight != 0)  # a loss without weight counts as little as its gradient
-        buffers = out.buffers if counts else buffers
-        yield _Check("backward", index, grads.tree, (loss,) if counts else (), loss, counts)
+        weight = float(grads.weight)  # a loss without weight counts as little as its gradient
+        buffers = out.buffers if weight else buffers
+        yield _Check("backward", index, grads.tree, (loss,) if weight else (), loss, weight)
         record.phase = "accumulate"
         with record:
             total = (add if out.reduction == "sum" else accumulate)(total, grads)

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,18 +78,43 @@ def generators_kept() -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=_cuda_devices())
 
 
+class OtherRandomState(NamedTuple):
+    """The states of Python's generator and of numpy's; None where nobody has imported the latter."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | None
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+    def is_current(self) -> bool:
+        """Whether nobody has drawn since."""
+        now = other_random_state()
+        return now.python == self.python and _plain(now.numpy) == _plain(self.numpy)
+
+
+def other_random_state() -> OtherRandomState:
+    """Where Python's and numpy's generators stand. Asking takes longer than asking torch's."""
+    numpy = sys.modules.get("numpy.random")  # whoever draws from it has imported it
+    return OtherRandomState(random.getstate(), numpy and numpy.get_state(legacy=False))
+
+
+def _plain(state: dict[str, Any] | None) -> Any:
+    """A state of numpy's that can be compared."""
+    return state and {**state, "state": {name: bytes(value) for name, value in state["state"].items()}}
+
+
 @contextmanager
 def all_generators_kept() -> Iterator[None]:
     """Leaves torch's, Python's and numpy's random numbers as they were."""
-    numpy = sys.modules.get("numpy.random")  # whoever draws from it has imported it
-    pythons, numpys = random.getstate(), numpy and numpy.get_state()
+    others = other_random_state()
     try:
         with generators_kept():
             yield
     finally:
-        random.setstate(pythons)
-        if numpy:
-            numpy.set_state(numpys)
+        others.restore()
 
 
 def _cuda_devices() -> range:

@@ -1,11 +1,12 @@
 """What functions of users are given and must not write to.
 
-A loss function: the buffers, and the leaves that are not differentiated. An optimizer: all of it.
+A loss function: the parameters and the buffers. An optimizer: all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from functional_amp.dtypes import is_differentiable
 from functional_amp.mode import in_graph, mode
-from functional_amp.torch_private import comptime, traced_locals, traced_version
-from functional_amp.tree import PyTree, flatten, paths
+from functional_amp.torch_private import comptime, traced_locals, traced_versions
+from functional_amp.tree import Flat, PyTree, flatten, paths
 
+GIVEN = "what it was given"
+_version = operator.attrgetter("_version")
 _CAPTURED = "would mutate a captured Tensor"
 """How torch.func says it."""
 
@@ -36,68 +39,101 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tupl
     """
     how = mode()
     if in_graph():
+        flat = flatten(given[1])
+        given = given[0], flat.unflatten(flat.leaves)  # containers of its own, as outside a graph
         if how == "transform":
             yield given  # torch.func refuses such a write, and the compiler what catches the refusal
             return
-        watched = [leaf for leaf in _watched(given).values()]
-        _compare(watched, False)
+        watched = list(_watched(given, flatten(given)).values())
+        _compare(watched, False, GIVEN)
         yield given
-        _compare(watched, True)
+        _compare(watched, True, GIVEN)
         return
     if how != "eager":
         try:
             yield given
         except RuntimeError as error:
             if _CAPTURED in str(error):
-                raise RuntimeError(f"{_message('what it was given')}\n\n{error}") from error
+                raise RuntimeError(f"{_message(GIVEN)}\n\n{error}") from error
             raise
         return
     on_copies, flat = bool(unseen), flatten(given)
-    watched = {i: leaf.clone() if on_copies else leaf for i, leaf in _watched(given).items() if not leaf.is_inference()}
+    watched = {
+        i: leaf.clone() if on_copies else leaf for i, leaf in _watched(given, flat).items() if not leaf.is_inference()
+    }
     if not watched:
         yield given
         return
-    before = {index: leaf._version for index, leaf in watched.items()}
+    before = _counters(watched.values())
     leaves: list[Any] = [watched.get(index, leaf) for index, leaf in enumerate(flat.leaves)]
     yield flat.unflatten(leaves)
     if on_copies:
         unseen.clear()
-    written = [index for index, leaf in watched.items() if leaf._version != before[index]]
-    if written:
+    after = _counters(watched.values())
+    if after != before:
         names = [*paths(given[0]), *paths(given[1])]
-        raise RuntimeError(_message(str([names[index] for index in written])))
+        written = [names[i] for i, old, new in zip(watched, before, after, strict=True) if old != new]
+        raise RuntimeError(_message(str(written)))
 
 
 @contextmanager
-def unwritten_by_optimizer(**given: PyTree) -> Iterator[None]:
-    """Raises RuntimeError where an optimizer writes in place to what it is given; in eager mode alone.
+def unwritten_by_optimizer(**given: PyTree) -> Iterator[list[PyTree]]:
+    """Gives an optimizer containers of its own, and raises where it writes in place to a tensor in them.
 
-    Version counters are compared. A write through `.data` moves none.
+    What it assigns to its containers (`state["m"] = ...`) touches nothing of what was given. Version counters are
+    compared in eager mode alone. A write through `.data` moves none.
+
+    Raises:
+        RuntimeError: naming the leaves.
     """
-    if mode() != "eager":
-        yield
-        return
     flats = {name: flatten(tree) for name, tree in given.items()}
-    before = {name: [_counter(leaf) for leaf in flat.leaves] for name, flat in flats.items()}
-    yield
+    own = [flat.unflatten(flat.leaves) for flat in flats.values()]
+    if mode() != "eager":
+        yield own
+        return
+    before = {name: _counters(flat.leaves) for name, flat in flats.items()}
+    yield own
     for name, flat in flats.items():
-        written = [i for i, leaf in enumerate(flat.leaves) if _counter(leaf) != before[name][i]]
-        if written:
-            names = paths(given[name])
+        if _counters(flat.leaves) != before[name]:
             raise RuntimeError(
-                f"optimizer: found a write in place to {name} at {[names[index] for index in written]}, expected new "
+                f"optimizer: found a write in place to {name} at {_written(given[name], before[name])}, expected new "
                 "tensors: a window that is skipped could not take the write back. Return x.mul(0.9), not "
                 "x.mul_(0.9), or pass a torch.optim class to from_torch."
             )
 
 
-def _counter(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+def counted_params(leaves: list[Any]) -> list[int]:
+    """The counters of the parameters of a loss function; none under a transform or in a graph."""
+    return [] if in_graph() or mode() == "transform" else _counters(leaves)
 
 
-def _watched(given: tuple[PyTree, PyTree]) -> dict[int, Tensor]:
-    """The tensors that a loss function must not write to, by their places."""
-    leaves, trained = flatten(given).leaves, len(flatten(given[0]).leaves)
+def check_params(params: PyTree, leaves: list[Any], before: list[int]) -> None:
+    """Raises RuntimeError where a loss function has written in place to the parameters, by any backend.
+
+    A write through `.data` under the autograd engine moves no version counter, and is not seen.
+    """
+    if before and _counters(leaves) != before:
+        raise RuntimeError(_params_message(f" at {_written(params, before)}"))
+
+
+def _counters(leaves: Iterable[Any]) -> list[int]:
+    """The version counters of leaves, which each write in place moves, also one without a gradient."""
+    leaves = list(leaves)
+    try:
+        return list(map(_version, leaves))  # a third of the time of asking each leaf first
+    except (AttributeError, RuntimeError):  # of None, and of a tensor of an inference mode
+        return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
+
+
+def _written(tree: PyTree, before: list[int]) -> list[str]:
+    """The paths of the leaves that have been written to since."""
+    now = _counters(flatten(tree).leaves)
+    return [path for path, old, new in zip(paths(tree), before, now, strict=True) if old != new]
+
+
+def _watched(given: tuple[PyTree, PyTree], flat: Flat) -> dict[int, Tensor]:
+    """The buffers and the integer leaves, by their places."""
+    leaves, trained = flat.leaves, len(flat.leaves) - len(flatten(given[1]).leaves)
     return {
         index: leaf
         for index, leaf in enumerate(leaves)
@@ -109,22 +145,37 @@ _traced: list[list[int]] = []
 """The version counters of what is watched, while a graph is traced."""
 
 
-def _compare(watched: list[Tensor], done: bool) -> None:
+def compare_params(params: list[Tensor | None], done: bool) -> None:
+    """In a graph, notes the counters of parameters before a loss function is called, and compares them after."""
+    if in_graph():
+        _compare([leaf for leaf in params if leaf is not None], done, None)
+
+
+def _compare(watched: list[Tensor], done: bool, what: str | None) -> None:
     """The same while a graph is traced, by the counters of the compiler's stand-ins; nothing is left in the graph."""
     comptime()(_look)
 
 
 def _look(context: Any) -> None:
     local = traced_locals(context)
-    versions = [traced_version(variable) for variable in local["watched"].items]
+    versions = traced_versions(local["watched"].items)
     if not local["done"].as_python_constant():
         _traced.append(versions)
     elif _traced.pop() != versions:
-        raise RuntimeError(_message("what it was given"))
+        what = local["what"].as_python_constant()
+        raise RuntimeError(_params_message("") if what is None else _message(what))
 
 
 def _message(what: str) -> str:
     return (
         f"loss_fn: found a write in place to {what}, expected new buffers in the Loss: a window that is skipped could "
         "not take the write back. Write `Loss(value, buffers={**buffers, name: new})`, with new tensors."
+    )
+
+
+def _params_message(where: str) -> str:
+    return (
+        f"loss_fn: found a write in place to the parameters{where}, expected new tensors: a window that is skipped "
+        "could not take the write back. They hold it now. Write `w = w.clamp(-1, 1)` in the loss, or change the "
+        "parameters between updates: `dataclasses.replace(state, params=...)`."
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, own_copy
 from functional_amp.module.gathered import layouts_of, read_gathered
 from functional_amp.module.lender import Lender
+from functional_amp.module.rehearsal import refuse_lost, refuse_statistics
 from functional_amp.module.templates import Tensors, registered
 from functional_amp.module.traced import traced_call
 
@@ -67,15 +68,9 @@ class Apply:
         """
         if not (self.bound or self.lender.writes_statistics or self.lender.written):
             self._check_statistics()
-        output, _, written = self._run(params, self.buffers, args, kwargs)
+        output, _, written = self._run(params, self.buffers, args, kwargs, returned=False)
         written |= self.lender.written
-        if torch.compiler.is_compiling() and self.lender.writes_statistics:  # no version counters in a graph
-            written |= self.lender.statistics
-        if written := [name for name in self.buffers if name in written]:
-            raise RuntimeError(
-                f"apply: found that the module wrote to its buffers {written}, expected fixed ones: this form does "
-                "not return them. Use output, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()."
-            )
+        refuse_lost([name for name in self.buffers if name in written])
         return output
 
     def with_buffers(self, params: Tensors, buffers: Tensors, /, *args: Any, **kwargs: Any) -> tuple[Any, Tensors]:
@@ -88,7 +83,7 @@ class Apply:
             ValueError: if names are missing among `params` or `buffers`, or too many.
         """
         _check_names(buffers, set(self.buffers), "buffers")
-        return self._run(params, buffers, args, kwargs)[:2]
+        return self._run(params, buffers, args, kwargs, returned=True)[:2]
 
     def train(self, mode: bool = True) -> Apply:
         """The same function in train mode (dropout on, BatchNorm on batch statistics)."""
@@ -152,23 +147,19 @@ class Apply:
     def _check_statistics(self) -> None:
         """Raises where fixed buffers would be running statistics that training has moved, or may have."""
         names = [name for name in self.buffers if name in self.lender.statistics or name in self.lender.moved]
-        if names:
-            raise RuntimeError(
-                f"apply: found running statistics {names} as they were in the module, expected to be told which: "
-                "training moves them. Use apply.bind(buffers)(params, ...) with the buffers of the state, or those "
-                "that from_module gave; or apply.with_buffers(params, buffers, ...)."
-            )
+        refuse_statistics(names)
 
-    def _run(self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors, set[str]]:
+    def _run(
+        self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, *, returned: bool
+    ) -> tuple[Any, Tensors, set[str]]:
         _check_names(params, self.trainable, "params")
         if not torch.compiler.is_compiling():
             return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs)
         fixed = [name for name in self.frozen if name not in self.lender.written]
         copies = {name: b.clone() for name, b in buffers.items() if name not in fixed}
         given = {**params, **{name: buffers[name] for name in fixed}}
-        output, after = traced_call(self.lender, given, copies, self.name, args, kwargs)
-        written = {name for name in copies if after[name] is not copies[name]}
-        return output, {name: buffers[name] if name in fixed else after[name] for name in buffers}, written
+        output, after = traced_call(self.lender, given, copies, self.name, args, kwargs, returned=returned)
+        return output, {name: buffers[name] if name in fixed else after[name] for name in buffers}, set()
 
 
 def from_module(module: nn.Module, *, scratch: Iterable[str] = (), gather: torch.dtype | None = None) -> FromModule:

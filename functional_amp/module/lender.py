@@ -48,6 +48,7 @@ class Lender:
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
+        traced: what a trace found before the forward: version counters by name, and the sources that it had read.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Lender:
     ):
         self.master, self.origin, self.scratch, self.moved = master, origin, set(scratch), moved
         self.written: set[str] = set()
+        self.traced: tuple[dict[str, int], set[str]] = {}, set()
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
         self._memo: dict[int, Any] = shared(master)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,10 +15,33 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from functional_amp.mode import transformed
+from functional_amp.module.followed import memory
 from functional_amp.module.reach import walk
 from functional_amp.module.templates import Tensors
-from functional_amp.torch_private import unwrapped
+from functional_amp.torch_private import saved_tensors_are_hooked, unwrapped
+
+
+class Originals:
+    """The tensors of the original module, and where they lie."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = dict(tensors)  # alive meanwhile: what is freed gives its id and its memory to others
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        spans = sorted((*span, name) for name, tensor in tensors.items() if (span := memory(tensor)))
+        self._starts, self._spans = [start for start, _, _ in spans], spans
+
+    def refuse(self, tensor: Tensor) -> None:
+        """Raises RuntimeError for one of them, and for what lies in the memory of one: a view or a detached alias."""
+        name = self._names.get(id(tensor))
+        if name is None and (span := memory(unwrapped(tensor))):
+            index = bisect.bisect_left(self._starts, span[1]) - 1  # the last one that starts before it ends
+            if index >= 0 and self._spans[index][1] > span[0]:
+                name = self._spans[index][2]
+        if name is not None:
+            raise RuntimeError(
+                f"apply: found that the forward reads {name!r} of the original module (through a global, say), "
+                "expected attributes of its own. Read it through self, or pass it as an argument."
+            )
 
 
 class Watch(TorchFunctionMode):
@@ -25,15 +49,14 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, original: Mapping[str, Tensor]):
         super().__init__()
-        self._original = dict(original)  # alive meanwhile: the id of a tensor that is freed may go to another one
-        self._names = {id(tensor): name for name, tensor in self._original.items()}
+        self._originals = Originals(original)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
             for found in value if isinstance(value, (list, tuple)) else (value,):
-                if id(found) in self._names:
-                    refuse_foreign(self._names[id(found)])
+                if isinstance(found, Tensor):
+                    self._originals.refuse(found)
         if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise RuntimeError(
                 "apply: found a reentrant checkpoint, expected one that gives gradients to parameters. Call "
@@ -55,7 +78,7 @@ def _in_reentrant_checkpoint() -> bool:
 @contextmanager
 def unseen_by_checkpoints() -> Iterator[None]:
     """Keeps what a trial saves for a backward from the hooks of a checkpoint around the call, which count it."""
-    if transformed():  # where there are no checkpoints
+    if not saved_tensors_are_hooked():  # and torch.func in the forward forbids hooks
         yield
         return
     saved: list[Tensor] = []
@@ -107,11 +130,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-def refuse_foreign(name: str) -> None:
-    raise RuntimeError(
-        f"apply: found that the forward reads {name!r} of the original module (through a global, say), expected "
-        "attributes of its own. Read it through self, or pass it as an argument."
-    )
+def refuse_lost(names: Iterable[str]) -> None:
+    if names := list(names):
+        raise RuntimeError(
+            f"apply: found that the module wrote to its buffers {names}, expected fixed ones: this form does "
+            "not return them. Use output, buffers = apply.with_buffers(params, buffers, ...), or apply.eval()."
+        )
+
+
+def refuse_statistics(names: list[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"apply: found running statistics {names} as they were in the module, expected to be told which: "
+            "training moves them. Use apply.bind(buffers)(params, ...) with the buffers of the state, or those "
+            "that from_module gave; or apply.with_buffers(params, buffers, ...)."
+        )
 
 
 def refuse_writes(names: set[str], hint: str = "") -> None:

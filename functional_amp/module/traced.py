@@ -8,41 +8,61 @@ import torch
 
 from functional_amp.module.lender import Lender
 from functional_amp.module.reach import CONTAINERS, walk
-from functional_amp.module.rehearsal import refuse_changes, refuse_foreign, refuse_writes
+from functional_amp.module.rehearsal import (
+    Originals,
+    refuse_changes,
+    refuse_lost,
+    refuse_statistics,
+    refuse_writes,
+)
 from functional_amp.module.templates import Tensors
-from functional_amp.torch_private import comptime, traced_effects, traced_locals, traced_version
+from functional_amp.torch_private import (
+    comptime,
+    traced_effects,
+    traced_inputs,
+    traced_items,
+    traced_locals,
+    traced_value,
+    traced_versions,
+)
 
 _REHEARSE = " Or call apply once outside of the graph: that finds what is written before it is read."
 
 
-def traced_call(lender: Lender, fixed: Tensors, copies: Tensors, method: str, args: Any, kwargs: Any) -> Any:
+def traced_call(
+    lender: Lender, fixed: Tensors, copies: Tensors, method: str, args: Any, kwargs: Any, *, returned: bool
+) -> Any:
     """Runs the forward of the lender's master with the tensors in their places.
 
     Args:
         fixed: what the forward may read alone.
         copies: what it may write to as well.
+        returned: whether the caller gets what was written; refused otherwise.
 
     Returns:
         The output, and what the forward left in the places of the copies.
     """
-    tensors, after = {**fixed, **copies}, {}
+    tensors, after, given = {**fixed, **copies}, {}, (args, kwargs)
     if lender.places and not method:  # what dynamo knows, inside a loop of a graph too
         placed = {place: tensors[name] for place, name in lender.places.items()}
-        _compare(lender, fixed, False)
+        _compare(lender, fixed, copies, given, returned, {})
         output = torch.func.functional_call(lender.master, placed, args, kwargs, tie_weights=False)
-        _compare(lender, fixed, True)
         for place, name in lender.places.items():
             after.setdefault(name, placed[place])
+        _compare(lender, fixed, copies, given, returned, after)
     else:
         before = [container[key] for container, key, _ in lender.plan]
-        for container, key, name in lender.plan:
-            container[key] = tensors[name]
-        _compare(lender, fixed, False)
-        output = (getattr(lender.master, method) if method else lender.master)(*args, **kwargs)
-        _compare(lender, fixed, True)
-        for (container, key, name), meta in zip(lender.plan, before, strict=True):
-            after.setdefault(name, container[key])
-            container[key] = meta
+        try:
+            for container, key, name in lender.plan:
+                container[key] = tensors[name]
+            _compare(lender, fixed, copies, given, returned, {})
+            output = (getattr(lender.master, method) if method else lender.master)(*args, **kwargs)
+            for container, key, name in lender.plan:
+                after.setdefault(name, container[key])
+            _compare(lender, fixed, copies, given, returned, after)
+        finally:
+            for (container, key, _), meta in zip(lender.plan, before, strict=True):
+                container[key] = meta
     for layer, key, known, existed in lender.kept:
         if existed:
             setattr(layer, key, known)
@@ -51,26 +71,36 @@ def traced_call(lender: Lender, fixed: Tensors, copies: Tensors, method: str, ar
     return output, {name: after[name] for name in copies}
 
 
-def _compare(lender: Lender, fixed: Tensors, done: bool) -> None:
+def _compare(lender: Lender, fixed: Tensors, copies: Tensors, given: Any, returned: bool, after: Tensors) -> None:
     """While a graph is traced, refuses what the forward has changed; nothing is left of it in the graph."""
     comptime()(_look)
 
 
 def _look(context: Any) -> None:
     local, effects = traced_locals(context), traced_effects(context)
-    lender = local["lender"].value
-    versions = [traced_version(variable) for variable in local["fixed"].items.values()]
-    if not local["done"].as_python_constant():
-        lender.traced_versions = versions
+    lender, returned = local["lender"].value, local["returned"].as_python_constant()
+    fixed, copies, after = (traced_items(local[name]) for name in ("fixed", "copies", "after"))
+    tensors = {**fixed, **copies}
+    versions, inputs = dict(zip(tensors, traced_versions(tensors.values()), strict=True)), traced_inputs(context)
+    if not after:
+        lender.traced = versions, {source for source, _ in inputs}
         return
-    names = [key.vt.as_python_constant() for key in local["fixed"].items]
-    refuse_writes(
-        {n for n, old, new in zip(names, lender.traced_versions, versions, strict=True) if old != new}, _REHEARSE
-    )
-    for name, tensor in lender.alive().items():
-        variable = effects.id_to_variable.get(id(tensor))
-        if variable is not None and "_parameters[" in str(variable.source.name):
-            refuse_foreign(name)
+    before, seen = lender.traced
+    written = {name for name, version in versions.items() if version != before[name]}
+    refuse_writes(written.intersection(fixed), _REHEARSE)
+    written |= {name for name in copies if traced_value(after[name]) is not traced_value(copies[name])}
+    if lender.writes_statistics:  # which move no version counter in a graph
+        written |= lender.statistics.intersection(copies)
+    if not returned:
+        refuse_lost(name for name in copies if name in written)
+    if moved := written - lender.moved:
+        if id(lender.moved) in effects.id_to_variable:  # another call in this graph has asked, and was told none
+            refuse_statistics(sorted(moved))
+        lender.moved |= moved
+    originals = Originals(lender.alive())
+    for source, tensor in inputs:
+        if source not in seen or "_parameters[" in source:
+            originals.refuse(tensor)
     placed = {id(container) for container, _, _ in lender.plan}
     changed: list[str] = []
     for path, obj in walk(lender.master):

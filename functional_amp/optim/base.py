@@ -11,7 +11,7 @@ import torch
 from functional_amp.dtypes import is_differentiable, widened
 from functional_amp.engine.unwritten import unwritten_by_optimizer
 from functional_amp.mode import stage
-from functional_amp.tree import Flat, PyTree, check_leaf, check_structure, flatten_tensors, paths
+from functional_amp.tree import Flat, PyTree, check_leaf, check_structure, flatten, flatten_tensors, paths
 
 Update: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Transact: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
@@ -70,8 +70,8 @@ def step_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree) 
     """
     step = members(optimizer)[2]
     if step is not None:
-        with unwritten_by_optimizer(grads=grads, opt_state=opt_state, params=params):
-            return _pair(step(grads, opt_state, params), "step", "(params, opt_state)")
+        with unwritten_by_optimizer(grads=grads, opt_state=opt_state, params=params) as own:
+            return _pair(step(*own), "step", "(params, opt_state)")
     updates, opt_state = updates_with(optimizer, grads, opt_state, params)
     return apply_updates(params, updates), opt_state
 
@@ -83,8 +83,8 @@ def updates_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTre
         update = optimizer
     if update is None:
         _refuse(optimizer)
-    given, named = _arguments(update, grads, opt_state, params)
-    with unwritten_by_optimizer(grads=grads, opt_state=opt_state, params=params):
+    with unwritten_by_optimizer(grads=grads, opt_state=opt_state, params=params) as own:
+        given, named = _arguments(update, *own)
         return _pair(update(*given, **named), "update", "(updates, opt_state)")
 
 
@@ -112,7 +112,8 @@ def init_with(optimizer: Any, params: PyTree) -> PyTree:
     init = members(optimizer)[0]
     if init is None:
         _refuse(optimizer)
-    return init(params)
+    flat = flatten(params)
+    return init(flat.unflatten(flat.leaves))
 
 
 def check_optimizer(optimizer: Any) -> None:

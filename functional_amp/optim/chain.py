@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import divided
 from functional_amp.engine.operators import materialized
+from functional_amp.engine.unwritten import unwritten_by_optimizer
 from functional_amp.mode import stage
 from functional_amp.optim.base import (
     Optimizer,
@@ -92,14 +93,12 @@ def chain(*transforms_and_optimizer: Any) -> Optimizer:
             grads = map_tensors(lambda grad: divided(grad, scale), grads)
         for transform, state in zip(transforms, states[:-1], strict=True):
             if transform.update is not None:
-                grads, state = transform.update(grads, state, params)
+                grads, state = updates_with(transform, grads, state, params)
             news.append(state)
         return grads, news, states
 
     def after(params: PyTree, states: list[Any]) -> tuple[Any, ...]:
-        return tuple(
-            [state if t.after is None else t.after(params, state) for t, state in zip(transforms, states, strict=True)]
-        )
+        return tuple([_after(t, params, state) for t, state in zip(transforms, states, strict=True)])
 
     @stage
     def update(grads: PyTree, opt_state: Any, params: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
@@ -137,4 +136,11 @@ def _transform(member: Any, place: int) -> Transform:
             f"chain: found {found} at place {place}, expected a Transform or a pair of (init, update). "
             "Write clip_by_value(1.0), or Transform(init, update)."
         )
-    return Transform(init, lambda grads, state, params: updates_with(member, grads, state, params))
+    return Transform(init, update)
+
+
+def _after(transform: Transform, params: PyTree, state: PyTree) -> PyTree:
+    if transform.after is None:
+        return state
+    with unwritten_by_optimizer(params=params, opt_state=state) as own:
+        return transform.after(*own)

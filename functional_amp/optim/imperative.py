@@ -5,12 +5,16 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from functional_amp.checks import check_finite_number
+from functional_amp.engine.operators import can_write_in_place
+from functional_amp.engine.sharded import local
 from functional_amp.engine.storage import copied
 from functional_amp.mode import host_readable
 from functional_amp.optim.slots import Slot
@@ -49,8 +53,14 @@ class Imperative:
     def begin(self, params: Sequence[Tensor], paths: Sequence[str]) -> tuple[Layout, Kept]:
         """What is kept of these parameters, and what it is at first."""
         members, hypers = self._grouped(params, paths)
-        leaves = [copied(param) for param in params]
+        leaves = [as_parameter(copied(param)) for param in params]
         layout, first = trial(self._built(leaves, members, hypers), leaves, members, hypers)
+        for hyper, slots in zip(hypers, layout.groups, strict=True):
+            for slot in slots:
+                if _moves(hyper.get(slot.key)):
+                    refuse(
+                        self.cls, f"a schedule of {slot.key!r}, which each step of the class assigns", "Pass a number."
+                    )
         self._layouts[_signature(params, paths)] = layout
         return layout, first
 
@@ -70,37 +80,76 @@ class Imperative:
             tensors: `Kept.tensors` of the state.
             count: updates before this one.
         """
-        layout = self.layout(params, paths)
+        self.apply(self.layout(params, paths), params, grads, tensors, count)
+
+    def apply(
+        self,
+        layout: Layout,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        tensors: Sequence[Tensor],
+        count: Tensor,
+    ) -> None:
+        """One update in place of parameters of a known layout. The optimizer is lent to them, by one thread at a time.
+
+        It is the one that was made for the layout: what it was given to call may be bound to it.
+        """
         state = layout.taken_apart(tensors)
-        optimizer: Any = object.__new__(self.cls)
-        vars(optimizer).update(vars(layout.template))
-        optimizer.state = defaultdict(dict)
-        optimizer.param_groups = []
-        for places, template, hyper, slots, given in zip(
-            layout.members, layout.template.param_groups, layout.hypers, layout.groups, state.groups, strict=True
-        ):
-            group = {**template, "params": [params[place] for place in places]}
-            for name, value in hyper.items():
-                if _moves(value):
-                    now: Any = _resolved(value, count, group)
-                    kept = isinstance(group[name], Tensor) and not isinstance(now, Tensor)
-                    group[name] = torch.full_like(group[name], float(now)) if kept else now
-            group.update({slot.key: slot.decoded(given) for slot in slots})
-            optimizer.param_groups.append(group)
+        recorded = torch.is_grad_enabled() and not can_write_in_place()
+        lent = list(params) if recorded else [as_parameter(param.detach()) for param in params]
         waiting = iter(state.begun)
         begun = [next(waiting) if begins else None for begins in layout.begins]
-        for param, grad, slots, given, flag in zip(params, grads, layout.params, state.params, begun, strict=True):
-            param.grad = grad
-            if slots and (flag is None or flag):
-                optimizer.state[param] = {slot.key: slot.decoded(given) for slot in slots}
-        optimizer.step()
-        for param, grad, slots, given, flag in zip(params, grads, layout.params, state.params, begun, strict=True):
-            if grad is not None:
-                self._written(optimizer.state.get(param, {}), slots, given, f"the state of {tuple(param.shape)}")
-                if flag is not None:
-                    flag.fill_(True)
-        for group, slots, given in zip(optimizer.param_groups, layout.groups, state.groups, strict=True):
-            self._written({slot.key: group[slot.key] for slot in slots}, slots, given, "a group")
+        optimizer: Any = layout.template
+        with layout.lock, nullcontext() if recorded else torch.no_grad():
+            bare = optimizer.param_groups
+            try:
+                groups = optimizer.param_groups = [
+                    {**template, "params": [lent[place] for place in places]}
+                    for places, template in zip(layout.members, bare, strict=True)
+                ]
+                set_schedules(groups, layout.hypers, count)
+                for group, slots, given in zip(groups, layout.groups, state.groups, strict=True):
+                    group.update({slot.key: slot.decoded(given) for slot in slots})
+                before = [dict(group) for group in groups]
+                for param, grad, slots, given, flag in zip(
+                    lent, grads, layout.params, state.params, begun, strict=True
+                ):
+                    param.grad = grad
+                    if slots and (flag is None or flag):
+                        optimizer.state[param] = {slot.key: laid_out(slot.decoded(given), param) for slot in slots}
+                optimizer.step()
+                self._check_unchanged(layout, before)
+                for param, own in zip(params, lent, strict=True):
+                    self._follow(param, own)
+                for param, grad, slots, given, flag in zip(
+                    lent, grads, layout.params, state.params, begun, strict=True
+                ):
+                    if grad is not None:
+                        self._written(
+                            optimizer.state.get(param, {}), slots, given, f"the state of {tuple(param.shape)}"
+                        )
+                        if flag is not None:
+                            flag.fill_(True)
+                for group, slots, given in zip(groups, layout.groups, state.groups, strict=True):
+                    self._written({slot.key: group[slot.key] for slot in slots}, slots, given, "a group")
+            finally:
+                optimizer.state, optimizer.param_groups = defaultdict(dict), bare
+
+    def _check_unchanged(self, layout: Layout, before: Sequence[Mapping[str, Any]]) -> None:
+        """Raises TypeError where an update has changed what is kept nowhere."""
+        kept = [[slot.key for slot in slots] for slots in layout.groups]
+        name = layout.unchanged.found(layout.template, before, kept)
+        if name is not None:
+            remedy = "Let its step assign the entry in each update." if "group" in name else ""
+            refuse(self.cls, f"{name} that an update changes, and not the first one", remedy)
+
+    def _follow(self, param: Tensor, own: Tensor) -> None:
+        """Writes to a parameter where the class has given its own another memory, as `p.data = ...` does."""
+        if own is param or type(param) not in (Tensor, Parameter) or own.data_ptr() == param.data_ptr():
+            return
+        if own.shape != param.shape or own.dtype != param.dtype:
+            refuse(self.cls, f"{own.dtype} of shape {tuple(own.shape)} in place of a parameter of {param.dtype}")
+        param.copy_(own)
 
     def _written(self, found: Mapping[str, Any], slots: list[Slot], tensors: Mapping[str, Tensor], what: str) -> None:
         keys = [slot.key for slot in slots]
@@ -149,6 +198,33 @@ class Imperative:
                 members.append([])
             members[place].append(index)
         return members, [{**self.hyper, **hyper} for hyper in own]
+
+
+def as_parameter(leaf: Tensor) -> Tensor:
+    """A leaf as an imperative optimizer knows it, which may ask whether it requires a gradient."""
+    return leaf.requires_grad_() if can_write_in_place() and not leaf.is_inference() else leaf
+
+
+def set_schedules(groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper], count: Tensor) -> None:
+    """Gives each group the values that its schedules have after a number of updates."""
+    for group, hyper in zip(groups, hypers, strict=True):
+        for name, value in hyper.items():
+            if _moves(value):
+                now: Any = _resolved(value, count, group)
+                kept = isinstance(group[name], Tensor) and not isinstance(now, Tensor)
+                group[name] = torch.full_like(group[name], float(now)) if kept else now
+
+
+def laid_out(value: Any, param: Tensor) -> Any:
+    """A value; where it is a tensor of the parameter's shape, in the memory layout of the parameter.
+
+    A fused kernel goes through its tensors as they lie in memory, whatever their strides.
+    """
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        return value
+    if local(value).stride() == local(param).stride():
+        return value
+    return torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
 def _signature(params: Sequence[Tensor], paths: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ from functional_amp.dtypes import divided
 from functional_amp.engine.operators import announce_writing, can_write_in_place, implement, operator
 from functional_amp.engine.storage import Storage, copied
 from functional_amp.mode import host_readable
-from functional_amp.optim.imperative import Imperative, known
+from functional_amp.optim.imperative import Imperative, known, laid_out
 from functional_amp.torch_private import levels
 
 
@@ -73,9 +73,12 @@ def _update_in_place(imperative: Imperative, given: Given, divisor: Tensor | Non
 
 
 def _own(grad: Tensor, param: Tensor, divisor: Tensor | None) -> Tensor:
-    """A gradient in true units, of the parameter's dtype, that an optimizer may write to."""
+    """A gradient in true units, of the parameter's dtype, that an optimizer may write to.
+
+    It lies in memory as the parameter does, as autograd leaves it in an imperative loop.
+    """
     grad = grad.clone() if divisor is None else divided(grad, divisor)
-    return grad.to(param.dtype)
+    return laid_out(grad.to(param.dtype), param)
 
 
 def _operator(

@@ -215,7 +215,14 @@ def _ruled(leaf_rule: LeafRule, flats: list[Flat], index: int, finish: Finish) -
     slots = [slot.leaves[index] for slot in flats[2:]]
     wide = [slot.to(param.dtype) for slot in slots]
     update, values = leaf_rule(param, flats[1].leaves[index].to(param.dtype), *wide)
-    return finish(leaf, param, update), [value.to(slot.dtype) for value, slot in zip(values, slots, strict=True)]
+    return finish(leaf, param, update), [_stored(value, slot.dtype) for value, slot in zip(values, slots, strict=True)]
+
+
+def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A moment as it is kept: what float16 has no number for, as its largest. An inf would stay for ever."""
+    if dtype == torch.float16:
+        value = value.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return value.to(dtype)
 
 
 def _put(flats: list[Flat], index: int, values: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_finite_number, check_number, is_number
+from functional_amp.dtypes import FLOAT32_MAX
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 """`schedule(count)`: from a 0-dim int32 tensor, the applied updates so far, to a 0-dim float32 one."""
@@ -143,8 +144,8 @@ def check_learning_rate(lr: LearningRate) -> None:
                 f"lr: found {type(lr).__name__}, expected a number, a 0-dim tensor or a function of the number of "
                 "applied updates. Of a scheduler of torch.optim, make one: from_torch_schedule(cls, lr=, steps=, ...)."
             )
-        if check_finite_number(lr, "lr") < 0:
-            raise ValueError(f"lr: found {lr!r}, expected a number >= 0.")
+        if not 0 <= check_finite_number(lr, "lr") <= FLOAT32_MAX:
+            raise ValueError(f"lr: found {lr!r}, expected a number >= 0 within float32.")
 
 
 def learning_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
@@ -155,7 +156,9 @@ def learning_rate(lr: LearningRate, count: Tensor) -> float | Tensor:
         return float(lr)
     rate = lr(count)
     if not isinstance(rate, Tensor):
-        return check_finite_number(rate, "lr: the schedule's value")
+        rate = check_finite_number(rate, "lr: the schedule's value")
+        check_learning_rate(rate)
+        return rate
     _check_rate(rate, "the schedule returned")
     return rate
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_non_negative, check_positive, check_unit_interval
-from functional_amp.dtypes import accumulation_dtype, counted, is_differentiable, like
+from functional_amp.dtypes import accumulation_dtype, counted, is_differentiable, like, scalar_dtype
 from functional_amp.optim.chain import Transform
 from functional_amp.optim.leafwise import zero_count
 from functional_amp.optim.schedules import Schedule
@@ -64,7 +64,8 @@ def adaptive_clip(clipping: float = 0.01, eps: float = 1e-3) -> Transform:
         largest = clipping * _unit_norm(param).clamp(min=eps)
         norm = _unit_norm(grad)
         over = norm > largest
-        return grad * torch.where(over, largest / torch.where(over, norm, 1), 1)
+        ratio = torch.where(over, largest / torch.where(over, norm, 1), 1)
+        return grad * ratio.to(accumulation_dtype(grad.dtype).to_real())
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         flat = flatten(grads)
@@ -92,7 +93,7 @@ def add_noise(std: float | Schedule) -> Transform:
         std = check_non_negative(std, "std")
 
     def update(grads: PyTree, count: Tensor, params: PyTree) -> tuple[PyTree, Tensor]:
-        spread = _at(std, count)
+        spread = _at(std, count, lambda value: check_non_negative(value, "std"))
 
         def noisy(grad: Tensor) -> Tensor:
             if not is_differentiable(grad):
@@ -138,7 +139,7 @@ def ema(decay: float | Schedule) -> Transform:
         return leaf.detach().to(dtype, copy=True) if is_differentiable(leaf) else None
 
     def after(params: PyTree, state: EmaState) -> EmaState:
-        now = _at(decay, state.step)
+        now = _at(decay, state.step, lambda value: check_unit_interval(value, "decay", closed=True))
         flat = flatten(state.average)
 
         def moved(average: Tensor, param: Tensor) -> Tensor:
@@ -157,11 +158,19 @@ def ema(decay: float | Schedule) -> Transform:
     return Transform(init, None, after)
 
 
-def _at(value: float | Callable[[Tensor], Any], count: Tensor) -> Any:
-    return value(count) if callable(value) else value
+def _at(value: float | Callable[[Tensor], Any], count: Tensor, check: Callable[[Any], float]) -> Any:
+    """The value at a count. What a function gives as a number is checked as a constant is."""
+    if not callable(value):
+        return value
+    now = value(count)
+    return now if isinstance(now, Tensor) else check(now)
 
 
 def _unit_norm(leaf: Tensor) -> Tensor:
-    """The norm of each row or channel, broadcast over it; of a vector or a scalar, its own."""
-    dims = tuple(range(1, leaf.dim())) if leaf.dim() > 1 else None
-    return torch.linalg.vector_norm(leaf, dim=dims, keepdim=leaf.dim() > 1, dtype=accumulation_dtype(leaf.dtype))
+    """The norm of each row or channel, broadcast over it; of a vector or a scalar, its own.
+
+    In float64, where the square of no float32 overflows.
+    """
+    dims, dtype = tuple(range(1, leaf.dim())) if leaf.dim() > 1 else None, scalar_dtype(leaf.device)
+    wide = torch.promote_types(leaf.dtype, dtype)
+    return torch.linalg.vector_norm(leaf, dim=dims, keepdim=leaf.dim() > 1, dtype=wide)

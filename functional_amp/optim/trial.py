@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -18,6 +19,7 @@ from functional_amp.dtypes import is_differentiable
 from functional_amp.engine.random import random_state
 from functional_amp.engine.sharded import is_sharded
 from functional_amp.optim.slots import Slot, kept, slot_of
+from functional_amp.optim.unchanged import Unchanged, attributes, frozen_attributes, frozen_entries, mentioned
 from functional_amp.torch_private import is_wrapper, levels, storage_key, torch_pytree, unwrapped
 
 
@@ -45,6 +47,8 @@ class Layout(NamedTuple):
         begins: whether the state of a parameter is begun by its first step.
         groups: the slots of each group: what a step assigns there.
         kinds: shape and dtype of each tensor of the state.
+        unchanged: what its updates must leave as it was.
+        lock: of the template, which one update at a time may use.
     """
 
     template: torch.optim.Optimizer
@@ -54,6 +58,8 @@ class Layout(NamedTuple):
     begins: list[bool]
     groups: list[list[Slot]]
     kinds: list[Any]
+    unchanged: Unchanged
+    lock: Lock
 
     def taken_apart(self, tensors: Sequence[Tensor]) -> Kept:
         """The state that `Kept.tensors` made a list of.
@@ -107,12 +113,13 @@ def trial(
     groups = [_Recorder(group) for group in given.param_groups]
     given.state = defaultdict(dict, zip(leaves, states, strict=True))
     given.param_groups = list(groups)
-    before, generators = dict(vars(given)), random_state()
+    before, generators = frozen_attributes(given), random_state()
+    entries = list(map(frozen_entries, groups))
     for leaf in leaves:
         leaf.grad = torch.full_like(leaf, math.nan)
     try:
         given.step()
-        once = dict(vars(given))
+        once = frozen_attributes(given)
         if _switched(before, once):  # what a first step turns over for good
             given.step()
     except Exception as error:
@@ -122,7 +129,8 @@ def trial(
         ) from error
     finally:
         generators.restore()
-    _refuse_strangers(given, {**before, **_switched(before, once)}, leaves)
+    _refuse_changes(given, {**before, **_switched(before, once)}, entries)
+    _refuse_strangers(given, leaves)
     params, begins = [_slots(given, state) for state in states], [any(map(s.begun_by_step, s)) for s in states]
     kept_of_groups = [_slots(given, group, assigned=True) for group in groups]
     if any([begun and early for begun, early in zip(begins, made, strict=True)]):
@@ -133,18 +141,17 @@ def trial(
         [torch.zeros((), dtype=torch.bool) for begun in begins if begun],
     )
     kinds = [(tensor.shape, tensor.dtype) for tensor in first.tensors()]
-    layout = Layout(given, members, hypers, params, begins, kept_of_groups, kinds)
     given.state = defaultdict(dict)
     given.param_groups = [{**group, "params": []} for group in groups]
-    return layout, first
+    return Layout(given, members, hypers, params, begins, kept_of_groups, kinds, Unchanged(given), Lock()), first
 
 
-def refuse(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer, found: str) -> NoReturn:
+def refuse(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer, found: str, remedy: str = "") -> NoReturn:
     """Raises TypeError: what is kept can't be followed."""
     name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     raise TypeError(
         f"from_torch: found {found} ({name}), expected tensors and numbers in the state of each "
-        "parameter, and numbers in groups. Write an Optimizer(init, update) for it."
+        f"parameter, and numbers in groups. {remedy or 'Write an Optimizer(init, update) for it.'}"
     )
 
 
@@ -237,19 +244,34 @@ def _switched(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
     return {k: v for k, v in after.items() if isinstance(v, bool) and v is not before.get(k)}
 
 
-def _refuse_strangers(optimizer: Any, before: Mapping[str, Any], leaves: Sequence[Tensor]) -> None:
+def _refuse_changes(optimizer: Any, before: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raises for what a step changes where it is kept nowhere: attributes, and what is written into an entry."""
+    after = frozen_attributes(optimizer)
+    for name in {**before, **after}:
+        if name not in before or name not in after or before[name] != after[name]:
+            refuse(optimizer, f"an attribute {name!r} that a step changes")
+    for group, given in zip(optimizer.param_groups, entries, strict=True):
+        for key, value in frozen_entries(group).items():
+            if key in given and value != given[key]:
+                refuse(optimizer, f"a {type(group[key]).__name__} at {key!r} of a group that a step changes")
+
+
+def _refuse_strangers(optimizer: Any, leaves: Sequence[Tensor]) -> None:
     """Raises for what an optimizer keeps outside the state of its parameters and groups, or at two places of it."""
     places = {id(leaf) for leaf in leaves}
     for key in optimizer.state:
         if id(key) not in places:
             refuse(optimizer, f"a state under {type(key).__name__} {key!r}, which is not a parameter")
-    for name, value in vars(optimizer).items():
-        if name in ("state", "param_groups", "defaults"):
-            continue
-        if name not in before or (before[name] is not value and before[name] != value):
-            refuse(optimizer, f"an attribute {name!r} that a step changes")
-        if any([isinstance(part, Tensor) for part in torch_pytree.tree_leaves(value)]):
+    entries = {key: value for group in optimizer.param_groups for key, value in group.items() if key != "params"}
+    for name, value in {**entries, **attributes(optimizer)}.items():
+        if (
+            name != "defaults"
+            and name not in entries
+            and any([isinstance(part, Tensor) for part in torch_pytree.tree_leaves(value)])
+        ):
             refuse(optimizer, f"an attribute {name!r} that holds tensors")
+        if mentioned(value, leaves, optimizer):
+            refuse(optimizer, f"{name!r} that knows parameters as keys or by their id")
     kept_tensors = [value for state in optimizer.state.values() for value in state.values() if type(value) is Tensor]
     keys = [storage_key(unwrapped(tensor)) for tensor in (*kept_tensors, *leaves) if tensor.numel()]
     if len(set(keys)) < len(keys):

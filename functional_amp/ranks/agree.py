@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -239,12 +240,23 @@ def stop_on(*signals: signal.Signals) -> Iterator[Tensor]:
     Returns:
         A context manager that gives a 0-dim bool tensor; outside it the old handlers are back.
 
+    Raises:
+        TypeError: for what is not a signal.
+        ValueError: outside the main thread, where Python takes no handlers.
+
     >>> import os
     >>> with stop_on(signal.SIGTERM) as stop:
     ...     os.kill(os.getpid(), signal.SIGTERM)
     ...     stop
     tensor(True)
     """
+    if wrong := [number for number in signals if not isinstance(number, int)]:
+        raise TypeError(f"signals: found {wrong[0]!r}, expected a signal. Write stop_on(signal.SIGTERM).")
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            "stop_on: found another thread than the main one, expected that one: Python takes handlers of signals "
+            "there alone. Enter it there, and pass the flag on."
+        )
     memory = bytearray(1)
     flag = torch.frombuffer(memory, dtype=torch.bool).view(())
     before = {}

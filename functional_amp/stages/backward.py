@@ -12,6 +12,7 @@ from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
 from functional_amp.engine.frozen import call
 from functional_amp.engine.loans import lending
 from functional_amp.engine.random import random_state
+from functional_amp.engine.unwritten import check_params, compare_params, counted_params
 from functional_amp.mode import finite_cotangents, in_graph, normal, stage, zero_stays_zero
 from functional_amp.registry import new
 from functional_amp.stages.differentiate import (
@@ -23,7 +24,7 @@ from functional_amp.stages.differentiate import (
 )
 from functional_amp.stages.freeze import frozen_leaves
 from functional_amp.torch_private import torch_pytree
-from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths
+from functional_amp.tree import Flat, PyTree, closed, flatten, flatten_tensors, opened, paths, with_own_containers
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, check_loss_fn, is_zero, weight_tensor, weighted
 from functional_amp.values.scaler import NoScale, Scaler, check_scaler
 
@@ -85,6 +86,7 @@ def scale_backward(
     scaled = ScaledLoss(loss_fn, scaler, params, batch, weight)
     leaves = finite_cotangents(scaled.leaves)
     grads, (value, tensors) = differentiate(scaled, leaves, backend)
+    scaled.check_unwritten()
     loss_weight, aux = scaled.weight_and_aux(tensors)
     for place, grad in enumerate(grads):
         scaled.check_strided(grad, place)
@@ -136,6 +138,7 @@ def unreached_paths(loss_fn: Callable[..., Tensor | Loss], params: PyTree, *batc
     before = random_state()
     try:
         value, _ = record_loss(scaled, leaves)
+        scaled.check_unwritten()
         grads = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else [None] * len(leaves)
     finally:
         before.restore()
@@ -184,6 +187,7 @@ class ScaledLoss:
                 "Cast the parameters to float32, or pass the tree that holds them; leave some out of freeze."
             )
         self.guarded = self._batch, self._scale = finite_cotangents((batch, normal(scaler.scale)))
+        self._before = counted_params(self._flat.leaves)
         self._structure: list[Any] = []
         self.may_be_constant = False
         self.leaves = self.select(self._flat.leaves)
@@ -204,7 +208,10 @@ class ScaledLoss:
         every = list(self._flat.leaves)
         for index, leaf in zip(self._wanted, leaves, strict=True):
             every[index] = leaf
-        loss = as_loss(call(self.loss_fn, self._flat.unflatten(every), *self._batch), self._weight)
+        compare_params(every, False)
+        batch = with_own_containers(self._batch)
+        loss = as_loss(call(self.loss_fn, self._flat.unflatten(every), *batch), self._weight)
+        compare_params(every, True)
         self.may_be_constant = is_zero(loss.weight)
         # A half-precision loss times the scale would overflow: 65504 is its largest number.
         value = loss.value.to(accumulation_dtype(loss.value.dtype))
@@ -233,6 +240,10 @@ class ScaledLoss:
     def path(self, place: int) -> str:
         """The path of the differentiated leaf at a place."""
         return paths(self._params)[self._wanted[place]]
+
+    def check_unwritten(self) -> None:
+        """Raises RuntimeError where the loss function has written in place to the parameters."""
+        check_params(self._params, self._flat.leaves, self._before)
 
     def check_strided(self, grad: Tensor, place: int) -> None:
         """Raises TypeError for a sparse gradient of the leaf at a place."""

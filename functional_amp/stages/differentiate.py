@@ -12,7 +12,7 @@ from torch import Tensor
 
 from functional_amp.engine.graphs import Compile, leaves_graphs
 from functional_amp.engine.limits import limit_of
-from functional_amp.engine.random import random_state
+from functional_amp.engine.random import other_random_state, random_state
 from functional_amp.engine.sharded import is_sharded
 from functional_amp.mode import engine_records, in_graph, kept_whole_in_graphs, mode, normal
 from functional_amp.torch_private import reaches_this_level
@@ -24,6 +24,8 @@ Backend: TypeAlias = Literal["auto", "func", "autograd"]
 
 _by_engine: WeakSet[Any] = WeakSet()
 """The loss functions that torch.func has been found unable to differentiate."""
+_draws_torchs_alone: WeakSet[Any] = WeakSet()
+"""Those that drew nothing from Python's and numpy's generators when torch.func differentiated them first."""
 
 
 def check_backend(backend: Any) -> None:
@@ -79,8 +81,12 @@ def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> t
         return _by_autograd(scaled_loss, leaves)
     retries = backend == "auto" and mode() in ("eager", "inference")
     before = random_state() if retries else None
+    others = other_random_state() if retries and not _known(_draws_torchs_alone, scaled_loss.loss_fn) else None
     try:
-        return _by_func(scaled_loss, leaves)
+        grads = _by_func(scaled_loss, leaves)
+        if others is not None and others.is_current():
+            _note(_draws_torchs_alone, scaled_loss.loss_fn)
+        return grads
     except RuntimeError as error:
         cause = limit_of(error)
         if cause is None:
@@ -91,6 +97,8 @@ def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> t
                 "Use backend='autograd', which gives the same values."
             ) from error
     before.restore()
+    if others is not None:
+        others.restore()
     grads = _by_autograd(scaled_loss, leaves)  # who fails here too has found an error of the loss
     _remember_limit(scaled_loss.loss_fn, cause)
     return grads
@@ -98,10 +106,21 @@ def differentiate(scaled_loss: Any, leaves: list[Tensor], backend: Backend) -> t
 
 def known_limit(loss_fn: Any) -> bool:
     """Whether "auto" has found that a loss function needs the engine; never under a transform."""
+    return _known(_by_engine, loss_fn) and mode() != "transform"
+
+
+def _known(noted: WeakSet[Any], loss_fn: Any) -> bool:
     try:
-        return _given(loss_fn) in _by_engine and mode() != "transform"
+        return _given(loss_fn) in noted
     except TypeError:  # a callable that can not be hashed is tried each time
         return False
+
+
+def _note(noted: WeakSet[Any], loss_fn: Any) -> None:
+    try:
+        noted.add(_given(loss_fn))
+    except TypeError:
+        pass
 
 
 def _given(loss_fn: Any) -> Any:
@@ -110,10 +129,7 @@ def _given(loss_fn: Any) -> Any:
 
 
 def _remember_limit(loss_fn: Any, cause: str) -> None:
-    try:
-        _by_engine.add(_given(loss_fn))
-    except TypeError:
-        pass
+    _note(_by_engine, loss_fn)
     warnings.warn(
         f"backend='auto': torch.func can't differentiate this loss ({cause}); the autograd engine does it "
         "from now on, with the same values. Say backend='autograd' to choose it at once.",

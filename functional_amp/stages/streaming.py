@@ -52,7 +52,7 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
             raise ValueError(
                 "loss_fn: found buffers in the Loss, but the state has none. Pass init_state(..., buffers=buffers)."
             )
-        kept = buffers if loss.buffers is None else loss.buffers
+        kept = given if loss.buffers is None else loss.buffers
         out = HandedOut(loss.aux, kept, loss.reduction, not is_one(loss.weight))
         return with_fields(loss, aux=out, buffers=None)
 
@@ -106,6 +106,7 @@ def _streamed(
         _check_window(params, total)
     leaves = lease.recording(scaled_loss.leaves, recording)
     scaled, (value, tensors) = record_loss(scaled_loss, leaves)
+    scaled_loss.check_unwritten()
     loss_weight, aux = scaled_loss.weight_and_aux([tensor.detach() for tensor in tensors])
     sums: list[Tensor | None] = (
         [None] * len(leaves) if total is None else scaled_loss.select(flatten(total.tree).leaves)

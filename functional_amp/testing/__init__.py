@@ -2,15 +2,14 @@
 
     from functional_amp.testing import check_optimizer, check_scaler, check_step
 
-Needs hypothesis: `pip install "functional_amp[testing]"`. Nothing of the package imports this.
+Needs hypothesis: `pip install hypothesis`. Nothing of the package imports this.
 """
 
 try:
     import hypothesis as hypothesis
 except ImportError as error:
     raise ImportError(
-        "functional_amp.testing needs hypothesis, which the extra `testing` installs: "
-        'pip install "functional_amp[testing]".'
+        "functional_amp.testing needs hypothesis, which the extra `testing` installs: pip install hypothesis."
     ) from error
 
 from functional_amp.testing import references as references
