@@ -46,6 +46,7 @@ LINES = [
     Line("bound methods as attributes", FOLLOWED, "", cases.ScalarMethod, torch.tensor(1.0)),
     Line("`functools.partial` over the module", FOLLOWED, "", cases.ScalarPartial, torch.tensor(1.0)),
     Line("recurrent layers", FOLLOWED, "", cases.Recurrent),
+    Line("recurrent layers with computed weights", FOLLOWED, "", lambda: _pruned_gru()),
     Line("the old `weight_norm`", FOLLOWED, "", cases.old_weight_norm),
     Line("the old `spectral_norm` (it writes buffers)", FOLLOWED, "", cases.old_spectral_norm),
     Line("`torch.nn.utils.prune`", FOLLOWED, "", cases.pruned),
@@ -130,6 +131,18 @@ def _flagged() -> nn.Module:
 
     module.l.register_forward_hook(scaled)
     return module
+
+
+def _pruned_gru() -> nn.Module:
+    class Pruned(cases.Net):
+        def __init__(self):
+            super().__init__()
+            self.r: Any = torch.nn.utils.prune.l1_unstructured(nn.GRU(3, 3), "weight_hh_l0", 0.5)
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(self.r(x)[0])
+
+    return Pruned()
 
 
 def _hooked() -> nn.Module:

@@ -18,7 +18,7 @@ from functional_amp.module.reach import attributes, children, is_atom, is_object
 
 _TORCHS_OWN = {
     nn.Module: {"_compiled_call_impl"},
-    nn.RNNBase: {"_flat_weight_refs"},
+    nn.RNNBase: {"_flat_weight_refs", "flatten_parameters"},
     torch.fx.GraphModule: {"_graph", "_code", "_lineno_map", "_prologue_start", "_tracer_cls", "_codegen"},
 }
 """What classes of torch make anew in a copy, by class."""
@@ -71,6 +71,34 @@ def memory(obj: Any) -> tuple[int, int] | None:
         return None
     steps = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
     return start + sum(min(step, 0) for step in steps), start + sum(max(step, 0) for step in steps) + size
+
+
+def detach_recurrent(module: nn.Module) -> None:
+    """Lets recurrent layers forget which tensors they read: their list of weights is laid in as any list is.
+
+    Where a weight is computed, torch makes the list anew in each call, and would move the weights in memory.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase):
+            computed = {*getattr(layer, "parametrizations", ())}
+            refs: Any = [_gone if name in computed else None for name in layer._flat_weights_names]
+            layer._flat_weight_refs = refs
+            if computed:
+                layer.flatten_parameters = _gone
+
+
+def lists_of_weights(module: nn.Module) -> set[str]:
+    """The lists of recurrent layers that a forward makes anew or fills, before it reads them."""
+    return {
+        f"{place}.{name}".removeprefix(".")
+        for place, layer in module.named_modules()
+        if isinstance(layer, nn.RNNBase) and not set(layer._flat_weights_names) <= layer._parameters.keys()
+        for name in ("_flat_weights", "_flat_weight_refs")
+    }
+
+
+def _gone() -> None:
+    """Answers as a weak reference to what is gone; and does nothing."""
 
 
 def refuse_moving(module: nn.Module, copied: nn.Module) -> None:

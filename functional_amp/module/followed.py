@@ -9,7 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from functional_amp.module.copies import can_be_copied, memory, refuse_loss, refuse_moving, refuse_tables, shared
+from functional_amp.module.copies import (
+    can_be_copied,
+    detach_recurrent,
+    memory,
+    refuse_loss,
+    refuse_moving,
+    refuse_tables,
+    shared,
+)
 from functional_amp.module.reach import absent, walk
 from functional_amp.module.templates import Tensors, registered
 
@@ -74,6 +82,7 @@ def own_copy(module: nn.Module) -> nn.Module:
             f"({error}), expected attributes that can be copied. Give its class a __deepcopy__, or make it in the "
             "forward."
         ) from error
+    detach_recurrent(copied)
     _refuse_links(copied, {id(layer): "the module itself" for layer in module.modules()} | places)
     refuse_moving(module, copied)
     refuse_tables(module, places, copies)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from functional_amp.engine.loans import kept
 from functional_amp.engine.random import all_generators_kept
 from functional_amp.mode import transformed
-from functional_amp.module.copies import shared
+from functional_amp.module.copies import lists_of_weights, shared
 from functional_amp.module.reach import Absent, absent, walk
 from functional_amp.module.rehearsal import (
     Watch,
@@ -67,7 +67,7 @@ class Lender:
                 self.names[id(tensor)] = self._absent[id(made)] = place
                 self._memo[id(tensor)] = made
         # What stands for a stale value can't be read: a forward that passes has written it first.
-        self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)}
+        self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)} | lists_of_weights(master)
         self._constants = {
             path: obj
             for path, obj in walk(master)

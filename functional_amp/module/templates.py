@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functional_amp.module.copies import detach_recurrent
 from functional_amp.module.reach import Slots, absent, attributes, walk
 from functional_amp.module.watched import EVERY_CALL, Change, holders, is_buffer, opaque
 
@@ -29,9 +30,7 @@ class Template:
 
     def __init__(self, master: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]):
         self.module: nn.Module = copy.deepcopy(master, dict(memo))
-        for layer in self.module.modules():
-            if isinstance(layer, nn.RNNBase):  # its own list of weights is among the slots
-                layer._flat_weight_refs = [None] * len(layer._flat_weights)
+        detach_recurrent(self.module)
         self.slots = slots(self.module, names)
         # Of tied places the first is the last here, so that what lies in it counts.
         self._placeholders = [(container, key, name, container[key]) for container, key, name in reversed(self.slots)]
