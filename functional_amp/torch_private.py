@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.utils.parametrize
 from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL
 from torch import Tensor
 from torch.utils import _python_dispatch, _pytree
@@ -101,6 +102,11 @@ def scan(*args: Any, **kwargs: Any) -> Any:
 def norm_layers() -> type[torch.nn.Module]:
     """The base class of layers with running statistics."""
     return torch.nn.modules.batchnorm._NormBase
+
+
+def parametrizations_cached() -> bool:
+    """True inside `torch.nn.utils.parametrize.cached()`."""
+    return torch.nn.utils.parametrize._cache_enabled > 0
 
 
 def reaches_this_level(tensor: Tensor) -> bool:

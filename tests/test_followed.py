@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import functional_amp as fa
 from tests import test_cases_modules as cases
@@ -137,7 +138,7 @@ def _pruned_gru() -> nn.Module:
     class Pruned(cases.Net):
         def __init__(self):
             super().__init__()
-            self.r: Any = torch.nn.utils.prune.l1_unstructured(nn.GRU(3, 3), "weight_hh_l0", 0.5)
+            self.r: Any = prune.l1_unstructured(nn.GRU(3, 3), "weight_hh_l0", 0.5)
 
         def forward(self, x: Any) -> Any:
             return super().forward(self.r(x)[0])

@@ -250,6 +250,14 @@ def test_norm_layers_are_those_with_running_statistics():
         assert not isinstance(layer, private.norm_layers())
 
 
+def test_parametrizations_cached_inside_cached_and_nowhere_else():
+    # When it moves, two calls inside of parametrize.cached() read one another's weights.
+    assert not private.parametrizations_cached()
+    with torch.nn.utils.parametrize.cached():
+        assert private.parametrizations_cached()
+    assert not private.parametrizations_cached()
+
+
 def test_reaches_this_level_tells_a_constant_loss_from_one_of_an_outer_level():
     # When it moves, a loss that reaches no parameter gives zeros in place of an error.
     def inner(y: Tensor, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from functional_amp.engine.loans import kept
 from functional_amp.engine.random import all_generators_kept
@@ -48,6 +49,7 @@ class Lender:
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
+        parametrized: whether a layer has parametrizations.
         traced: what a trace found before the forward: version counters by name, and the sources that it had read.
     """
 
@@ -84,6 +86,7 @@ class Lender:
         norms = [layer for layer in norms if layer.track_running_stats]
         self.writes_statistics = any(layer.training for layer in norms)
         self.statistics = {self.names[id(b)] for layer in norms for b in layer._buffers.values() if b is not None}
+        self.parametrized = any(map(is_parametrized, master.modules()))
         self._free = [self._make({})]
 
     def __getstate__(self) -> dict[str, Any]:

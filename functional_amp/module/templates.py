@@ -89,8 +89,7 @@ class Template:
             self.put_back()
             raise RuntimeError(
                 f"apply: found that the forward writes to the {written[0][0]} at {written[0][1]!r}, expected state in "
-                "buffers: the next call would not find it. Register a tensor in __init__ and use apply.with_buffers; "
-                "what needs no gradient may lie in a local variable."
+                "buffers: the next call would not find it. Register a buffer in __init__ and use apply.with_buffers."
             )
         return [change for entry in self._watched if entry.changed() for change in entry.changes()]
 
