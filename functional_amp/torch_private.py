@@ -202,6 +202,21 @@ def traced_inputs(context: Any) -> list[tuple[str, Tensor]]:
     return [(str(given.source.name), given.example) for given in found if isinstance(given.example, Tensor)]
 
 
+def traced_input_writes(context: Any) -> list[tuple[str, Tensor]]:
+    """Those among `traced_inputs` that the graph has written to so far."""
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.root_tracer
+    from torch._subclasses import FakeTensorMode
+
+    found, mode = [], FakeTensorMode()
+    for node in tracer.graph.find_nodes(op="placeholder"):
+        tensor = node.meta["grapharg"].example if "grapharg" in node.meta else None
+        if isinstance(tensor, Tensor) and not tensor.is_inference() and not is_wrapper(tensor):
+            # A stand-in that nothing has written to: that of a view does not begin at 0.
+            if unwrapped(node.meta["example_value"])._version != mode.from_tensor(tensor)._version:
+                found.append((str(node.meta["grapharg"].source.name), tensor))
+    return found
+
+
 def all_reduced(tensors: list[Tensor], group: str, *, in_place: bool = False) -> list[Tensor]:
     """The sums over the ranks of a group, of contiguous tensors of one dtype: one collective, also in a graph."""
     operators: Any = torch.ops._c10d_functional

@@ -463,6 +463,25 @@ def test_traced_items_traced_value_and_traced_inputs_are_what_a_graph_has_and_re
     assert found[1] == [(f"L['tensors']['{name}']", id(tensor)) for name, tensor in given.items()]
 
 
+def test_traced_input_writes_are_those_to_tensors_outside_of_a_graph(fresh_dynamo):
+    # When they move, a compiled forward that counts in a constant passes.
+    read, counted, found = torch.zeros(2, 3).add_(1).T[1:], torch.zeros(1).add_(1), []
+
+    def look(context):
+        found.append(private.traced_input_writes(context))
+
+    def compare():
+        private.comptime()(look)
+
+    def function(x):
+        counted.add_(1)
+        compare()
+        return x + read.sum() + counted
+
+    torch.compile(function, fullgraph=True, backend="eager")(torch.ones(1))
+    assert [id(tensor) for _, tensor in found[0]] == [id(counted)]
+
+
 @pytest.fixture
 def alone(tmp_path):
     """A process group of this process."""

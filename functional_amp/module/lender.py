@@ -70,13 +70,13 @@ class Lender:
                 self._memo[id(tensor)] = made
         # What stands for a stale value can't be read: a forward that passes has written it first.
         self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)} | lists_of_weights(master)
-        self._constants = {
+        self.constants = {
             path: obj
             for path, obj in walk(master)
             if isinstance(obj, Tensor) and not isinstance(obj, Absent) and id(obj) not in self.names
         }
-        self._memo.update({id(constant): constant for constant in self._constants.values()})
-        self._as_made = versions_of(self._constants.values())
+        self._memo.update({id(constant): constant for constant in self.constants.values()})
+        self._as_made = versions_of(self.constants.values())
         self.plan = slots(master, self.names)
         attributes = {place: self.names[id(tensor)] for place, tensor in registered(master)}
         made_later = any(buffer is None for layer in master.modules() for buffer in layer._buffers.values())
@@ -137,7 +137,7 @@ class Lender:
         try:
             if written:
                 refuse_writes(written & {*params, *fixed})
-            moved = [] if versions_of(self._constants.values()) == self._as_made else list(self._constants)
+            moved = [] if versions_of(self.constants.values()) == self._as_made else list(self.constants)
             refuse_changes([*moved, *(change.name for change in changes if not self.is_scratch(change.name))])
         except RuntimeError:
             self._free.append(template)
@@ -243,8 +243,8 @@ class Lender:
         *,
         unread: Iterable[str] = (),
     ) -> list[Change]:
-        constants = {path: constant.clone() for path, constant in self._constants.items()}
-        template = self._make({id(old): constants[path] for path, old in self._constants.items()})
+        constants = {path: constant.clone() for path, constant in self.constants.items()}
+        template = self._make({id(old): constants[path] for path, old in self.constants.items()})
         args, kwargs = copied((args, kwargs))
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         both = {**copies, **constants}
@@ -260,7 +260,7 @@ class Lender:
             template.take_out()
             template.put_back()  # closures are shared with the original
         written = written_to(both, {**constants, **after}, versions)
-        written |= {name for name, old in {**tensors, **self._constants}.items() if not same_bits(both[name], old)}
+        written |= {name for name, old in {**tensors, **self.constants}.items() if not same_bits(both[name], old)}
         refuse_writes(written.intersection(trainable))
         refuse_changes(written.intersection(constants))
         self.written |= written

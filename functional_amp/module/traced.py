@@ -19,6 +19,7 @@ from functional_amp.module.templates import Tensors
 from functional_amp.torch_private import (
     comptime,
     traced_effects,
+    traced_input_writes,
     traced_inputs,
     traced_items,
     traced_locals,
@@ -101,6 +102,12 @@ def _look(context: Any) -> None:
     for source, tensor in inputs:
         if source not in seen or "_parameters[" in source:
             originals.refuse(tensor)
+    constants = {id(constant): path for path, constant in lender.constants.items()}
+    arrays = {source for source, _ in inputs if source not in seen and source.startswith("___from_numpy")}
+    if constants or arrays:
+        written_inputs = traced_input_writes(context)
+        refuse_changes((constants[id(tensor)] for _, tensor in written_inputs if id(tensor) in constants), _REHEARSE)
+        refuse_changes(arrays.intersection(source for source, _ in written_inputs), _REHEARSE)
     placed = {id(container) for container, _, _ in lender.plan}
     changed: list[str] = []
     for path, obj in walk(lender.master):
