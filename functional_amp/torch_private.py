@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.utils.parametrize
 from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL
 from torch import Tensor
 from torch.utils import _python_dispatch, _pytree
@@ -101,6 +102,11 @@ def scan(*args: Any, **kwargs: Any) -> Any:
 def norm_layers() -> type[torch.nn.Module]:
     """The base class of layers with running statistics."""
     return torch.nn.modules.batchnorm._NormBase
+
+
+def parametrizations_cached() -> bool:
+    """True inside `torch.nn.utils.parametrize.cached()`."""
+    return torch.nn.utils.parametrize._cache_enabled > 0
 
 
 def reaches_this_level(tensor: Tensor) -> bool:
@@ -212,6 +218,18 @@ def _versions(nodes: list[Any]) -> list[int]:
             of_data[storage_key(data)] += data._version
     values = [unwrapped(node.meta["example_value"]) for node in nodes]
     return [value._version + (of_data[storage_key(value)] if of_data else 0) for value in values]
+
+
+def traced_input_writes(context: Any) -> list[tuple[str, Tensor]]:
+    """Those among `traced_inputs` that the graph has written to so far."""
+    from torch._subclasses import FakeTensorMode
+
+    mode = FakeTensorMode()  # of a stand-in that nothing has written to: that of a view does not begin at 0
+    return [
+        (source, tensor)
+        for source, tensor, version in traced_inputs(context)
+        if not tensor.is_inference() and not is_wrapper(tensor) and version != mode.from_tensor(tensor)._version
+    ]
 
 
 def all_reduced(tensors: list[Tensor], group: str, *, in_place: bool = False) -> list[Tensor]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import functional_amp as fa
 from tests import test_cases_modules as cases
@@ -45,10 +47,12 @@ LINES = [
     Line("bound methods as attributes", FOLLOWED, "", cases.ScalarMethod, torch.tensor(1.0)),
     Line("`functools.partial` over the module", FOLLOWED, "", cases.ScalarPartial, torch.tensor(1.0)),
     Line("recurrent layers", FOLLOWED, "", cases.Recurrent),
+    Line("recurrent layers with computed weights", FOLLOWED, "", lambda: _pruned_gru()),
     Line("the old `weight_norm`", FOLLOWED, "", cases.old_weight_norm),
     Line("the old `spectral_norm` (it writes buffers)", FOLLOWED, "", cases.old_spectral_norm),
     Line("`torch.nn.utils.prune`", FOLLOWED, "", cases.pruned),
     Line("parametrizations", FOLLOWED, "", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))),
+    Line("objects that the module and a hook of its own hold", FOLLOWED, "shared with the module", lambda: _flagged()),
     Line("locks and script functions", FOLLOWED, "shared with the module", cases.Locked),
     Line("buffers written to, in place or anew, `.data` included", FOLLOWED, "", _COUNTING),
     Line("frozen parameters that the forward writes to", FOLLOWED, "", lambda: cases.Bounded(frozen=True), IDS),
@@ -61,23 +65,85 @@ LINES = [
     Line("gradient hooks on parameters", AT_ONCE, "the rule in the loss function", lambda: _hooked()),
     Line("two parameters over one memory", AT_ONCE, "one parameter at both names", _TWO),
     Line("iterators, Python's generators, `torch.Generator`", AT_ONCE, "a list and a buffer", lambda: HELD(iter([1]))),
+    Line("generators of `random` and of numpy", AT_ONCE, "torch's own generator", lambda: HELD(random.Random(0))),
+    Line("arrays over the memory of a parameter", AT_ONCE, "make them in the forward", lambda: _array()),
+    Line("tables that parameters are the keys of, and sets of them", AT_ONCE, "names", lambda: _table()),
+    Line("tables of `id(layer)`", AT_ONCE, "the layer or its name", lambda: _table(by_id=True)),
+    Line("classes whose copies hold something else", AT_ONCE, "remove `__deepcopy__`", lambda: _forgetful()),
     Line("objects that can not be copied", AT_ONCE, "give them a `__deepcopy__`", lambda: HELD(cases.Refusing())),
     Line("`DataParallel`, `DistributedDataParallel`", AT_ONCE, "its `.module`", lambda: nn.DataParallel(cases.Net())),
     Line("`ScriptModule`", AT_ONCE, "the module that was scripted", lambda: cases.scripted(nn.Linear(3, 4))),
     Line("FSDP modules", AT_ONCE, "the module before; shard the params", lambda: _sharded()),
     Line("`torch.compile(module)`", AT_ONCE, "its `._orig_mod`; compile the step", lambda: _compiled()),
-    Line("parameters in tuples and sets, where they are read", AT_THE_CALL, "a list", lambda: _in_a_tuple()),
+    Line("parameters in tuples, where they are read", AT_THE_CALL, "a list", lambda: _in_a_tuple()),
     Line("views of parameters made outside of the forward", AT_THE_CALL, "take them in the forward", lambda: _viewed()),
     Line("globals that are the module", AT_THE_CALL, "an argument", cases.ReadsAGlobal),
     Line("writes to parameters (`max_norm`, constraints)", AT_THE_CALL, "in the loss function", cases.Bounded, IDS),
     Line("counters and other attributes that are kept", AT_THE_CALL, "a buffer", cases.Counter),
     Line("caches that the first forward fills", AT_THE_CALL, "run the module once before", cases.Caching),
     Line("buffers and modules made in the forward", AT_THE_CALL, "make them in `__init__`", cases.MadeAtFirst),
+    Line("numbers kept in arrays, slots, keys of dicts", AT_THE_CALL, "a buffer", lambda: _array_that_counts()),
     Line("lists that grow", AT_THE_CALL, "return it; or `scratch=`", cases.Logging),
     Line("tensors written to that are no buffers", AT_THE_CALL, "register them", cases.Constant),
     Line("variables of closures that count", AT_THE_CALL, "a buffer", cases.CountingInAClosure),
     Line("reentrant checkpoints", AT_THE_CALL, "`use_reentrant=False`", lambda: cases.Checkpointed(use_reentrant=True)),
 ]  # fmt: skip
+
+
+def _array() -> nn.Module:
+    module = cases.Net()
+    module.f = module.l.weight.detach().numpy()
+    return module
+
+
+def _table(*, by_id: bool = False) -> nn.Module:
+    module = cases.Net()
+    module.f = {id(module.l): 1} if by_id else {module.l.weight}
+    return module
+
+
+def _forgetful() -> nn.Module:
+    class Forgetful(cases.Net):
+        def __getstate__(self) -> Any:
+            return {**self.__dict__, "f": None}
+
+    module = Forgetful()
+    module.f = 1
+    return module
+
+
+def _array_that_counts() -> nn.Module:
+    class Counting(cases.Net):
+        def forward(self, x: Any) -> Any:
+            self.f[0] += 1
+            return super().forward(x)
+
+    module = Counting()
+    module.f = bytearray(1)
+    return module
+
+
+def _flagged() -> nn.Module:
+    module, flag = cases.Net(), {"scale": 2.0}
+    module.f = flag
+
+    def scaled(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * flag["scale"]
+
+    module.l.register_forward_hook(scaled)
+    return module
+
+
+def _pruned_gru() -> nn.Module:
+    class Pruned(cases.Net):
+        def __init__(self):
+            super().__init__()
+            self.r: Any = prune.l1_unstructured(nn.GRU(3, 3), "weight_hh_l0", 0.5)
+
+        def forward(self, x: Any) -> Any:
+            return super().forward(self.r(x)[0])
+
+    return Pruned()
 
 
 def _hooked() -> nn.Module:
@@ -187,7 +253,15 @@ Further rules:
   writes through `.data`. In a branch that the first call did not take they are not noticed.
 - `apply.eval()` of a new process does not know which buffers a training elsewhere has moved, but for those of
   normalization layers. Say `apply.eval().bind(state.buffers)`.
-- What a forward writes outside of the module (a global, a file, its arguments) is not looked at.
+- Arrays of numpy and other buffers are compared after the first call, and those up to 64 KiB after the later ones too.
+  Other objects of compiled code are compared after the first call, by what pickle gives.
+- What a forward writes outside of the module (a global, an attribute of a class, a file, its arguments) is not looked
+  at. Tables outside of the module that a layer or its `id` is the key of, a `WeakKeyDictionary` say, don't know the
+  copies. Attributes that were set on a parameter itself are not in the tensors that a call lays in.
+- `scratch=` is a promise: what these attributes hold after a call is dropped, and no later call reads it. A name that
+  no attribute has does nothing.
+- Random numbers for a tensor whose memory is not contiguous (dropout after a transpose, say) are drawn in another
+  order by `backend="func"` than by torch: other masks of the same distribution. `backend="autograd"` draws torch's.
 """
 
 

@@ -250,6 +250,14 @@ def test_norm_layers_are_those_with_running_statistics():
         assert not isinstance(layer, private.norm_layers())
 
 
+def test_parametrizations_cached_inside_cached_and_nowhere_else():
+    # When it moves, two calls inside of parametrize.cached() read one another's weights.
+    assert not private.parametrizations_cached()
+    with torch.nn.utils.parametrize.cached():
+        assert private.parametrizations_cached()
+    assert not private.parametrizations_cached()
+
+
 def test_reaches_this_level_tells_a_constant_loss_from_one_of_an_outer_level():
     # When it moves, a loss that reaches no parameter gives zeros in place of an error.
     def inner(y: Tensor, x: Tensor) -> Tensor:
@@ -490,6 +498,25 @@ def test_traced_class_is_what_isinstance_finds_in_a_graph(fresh_dynamo):
         return x + 10 * inside + isinstance(x, torch.nn.Parameter)
 
     assert torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1)) == 10
+
+
+def test_traced_input_writes_are_those_to_tensors_outside_of_a_graph(fresh_dynamo):
+    # When they move, a compiled forward that counts in a constant passes.
+    read, counted, found = torch.zeros(2, 3).add_(1).T[1:], torch.zeros(1).add_(1), []
+
+    def look(context):
+        found.append(private.traced_input_writes(context))
+
+    def compare():
+        private.comptime()(look)
+
+    def function(x):
+        counted.add_(1)
+        compare()
+        return x + read.sum() + counted
+
+    torch.compile(function, fullgraph=True, backend="eager")(torch.ones(1))
+    assert [id(tensor) for _, tensor in found[0]] == [id(counted)]
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from functional_amp.module.lender import Lender
 from functional_amp.module.rehearsal import refuse_lost, refuse_statistics
 from functional_amp.module.templates import Tensors, registered
 from functional_amp.module.traced import traced_call
+from functional_amp.torch_private import parametrizations_cached
 
 
 class FromModule(NamedTuple):
@@ -159,6 +160,11 @@ class Apply:
         self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, *, returned: bool
     ) -> tuple[Any, Tensors, set[str]]:
         _check_names(params, self.trainable, "params")
+        if self.lender.parametrized and parametrizations_cached():
+            raise RuntimeError(
+                "apply: found parametrize.cached() around the call, expected none: torch caches by the layer, whose "
+                "tensors each call replaces. Enter it in the forward of the module."
+            )
         if not torch.compiler.is_compiling():
             return self.lender.call(params, buffers, self.frozen, self.name, args, kwargs, returned=returned)
         fixed = [name for name in self.frozen if name not in self.lender.written]

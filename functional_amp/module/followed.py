@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import collections.abc
 import copy
-import random
 import weakref
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from functional_amp.module.reach import absent, attributes, is_object, walk
+from functional_amp.module.copies import (
+    can_be_copied,
+    detach_recurrent,
+    memory,
+    refuse_loss,
+    refuse_moving,
+    refuse_tables,
+    shared,
+)
+from functional_amp.module.reach import absent, walk
 from functional_amp.module.templates import Tensors, registered
 
 _KINDS = {
@@ -23,7 +29,6 @@ _KINDS = {
     "ScriptModule": "Pass the module that was scripted or traced, and compile the step",
     "OptimizedModule": "Pass its ._orig_mod, and compile the step: make_step(..., compile=True)",
 }
-_NUMPYS = {"Generator", "RandomState", "BitGenerator"}
 _STALE = (
     "before it is computed, expected the forward to compute it first: it is a view of a parameter, or was computed "
     "from one, and a copy of the module has no numbers of its own. Compute it in the forward."
@@ -55,75 +60,47 @@ def own_copy(module: nn.Module) -> nn.Module:
     for path, obj in walk(module):
         if type(obj) in weakref.ProxyTypes:
             raise TypeError(f"module: found a weak proxy at {path!r}, {_LINKS}")
-        if isinstance(obj, Tensor) and id(obj) not in memo:
-            span = memory(obj)
-            if not obj.is_leaf or (span and any(span[0] < end and start < span[1] for start, end in taken)):
+        if id(obj) in memo:
+            continue
+        span = memory(obj)
+        overlaps = span is not None and any(span[0] < end and start < span[1] for start, end in taken)
+        if isinstance(obj, Tensor):
+            if overlaps or not obj.is_leaf:
                 memo[id(obj)] = absent(path, _STALE, obj.shape, obj.dtype)
-    memo |= uncopyable(module)
+        elif overlaps:
+            raise TypeError(
+                f"module: found the memory of a parameter or buffer behind the {type(obj).__name__} at {path!r}, "
+                "expected tensors alone: each call has other ones. Make it in the forward, of the tensor itself."
+            )
+    memo |= shared(module)
+    copies = dict(memo)
     try:
-        copied = copy.deepcopy(module, dict(memo))
+        copied = copy.deepcopy(module, copies)
     except Exception as error:
         raise TypeError(
             f"module: found {_unfollowed(module, memo)!r}, of which copy.deepcopy gives {type(error).__name__} "
             f"({error}), expected attributes that can be copied. Give its class a __deepcopy__, or make it in the "
             "forward."
         ) from error
-    _refuse_links(copied, {id(layer): "the module itself" for layer in module.modules()} | places, module)
+    detach_recurrent(copied)
+    _refuse_links(copied, {id(layer): "the module itself" for layer in module.modules()} | places)
+    refuse_moving(module, copied)
+    refuse_tables(module, places, copies)
+    refuse_loss(module, copies)
     return copied
 
 
-def _refuse_links(copied: nn.Module, original: dict[int, str], module: nn.Module) -> None:
+def _refuse_links(copied: nn.Module, original: dict[int, str]) -> None:
     for path, obj in walk(copied):
         if id(obj) in original:
             raise TypeError(f"module: found {original[id(obj)]!r} behind {path!r}, {_LINKS}")
-    theirs = {id(obj) for _, obj in walk(module)}
-    for path, obj in walk(copied, lambda obj: id(obj) in theirs and is_object(obj)):
-        if _moves_on(obj):
-            raise TypeError(
-                f"module: found a {type(obj).__name__} at {path!r}, expected nothing that each use moves on: two calls "
-                "would differ. Keep a list and a buffer that counts; draw from torch's own generator, which seed= sets."
-            )
-
-
-def _moves_on(obj: Any) -> bool:
-    """True for iterators and generators, those of random numbers included."""
-    of_numpy = [kind.__name__ for kind in type(obj).__mro__ if kind.__module__.startswith("numpy.random")]
-    random_numbers = isinstance(obj, (torch.Generator, random.Random)) or not _NUMPYS.isdisjoint(of_numpy)
-    return random_numbers or (isinstance(obj, collections.abc.Iterator) and not isinstance(obj, nn.Module))
-
-
-def uncopyable(module: nn.Module) -> dict[int, Any]:
-    """What deepcopy refuses and has no attributes of its own, a lock or a script function, by id."""
-    return {
-        id(obj): obj
-        for _, obj in walk(module)
-        if isinstance(obj, torch.jit.ScriptFunction)
-        or (is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not _can_be_copied(obj, {}))
-    }
-
-
-def memory(tensor: Tensor) -> tuple[int, int] | None:
-    """The first and the last byte of a plain tensor; None for one that has no memory of its own to compare."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-    if not plain or tensor.numel() == 0:
-        return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _can_be_copied(obj: Any, memo: dict[int, Any]) -> bool:
-    try:
-        copy.deepcopy(obj, memo)
-    except Exception:
-        return False
-    return True
 
 
 def _unfollowed(module: nn.Module, memo: dict[int, Any]) -> str:
     """The first attribute that deepcopy refuses."""
     for prefix, layer in module.named_modules():
         for key, value in vars(layer).items():
-            if key != "_modules" and not _can_be_copied(value, dict(memo)):
+            if key != "_modules" and not can_be_copied(value, dict(memo)):
                 return f"{prefix}.{key}".removeprefix(".")
     return type(module).__name__
 

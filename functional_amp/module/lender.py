@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from functional_amp.engine.random import all_generators_kept
-from functional_amp.module.followed import uncopyable
+from functional_amp.module.copies import lists_of_weights, shared
 from functional_amp.module.loan import Loan
 from functional_amp.module.reach import Absent, absent, walk
 from functional_amp.module.rehearsal import (
@@ -52,6 +53,7 @@ class Lender:
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
+        parametrized: whether a layer has parametrizations.
         traced: what a trace found before the forward: version counters by name, and of what the graph read by source.
     """
 
@@ -63,7 +65,7 @@ class Lender:
         self.traced: tuple[dict[str, int], dict[str, int]] = {}, {}
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
-        self._memo: dict[int, Any] = uncopyable(master)
+        self._memo: dict[int, Any] = shared(master)
         self._absent: dict[int, str] = {}
         for place, tensor in registered(master):
             if id(tensor) not in self.names:
@@ -72,7 +74,7 @@ class Lender:
                 self._memo[id(tensor)] = made
         self.parameters = {self.names[id(p)] for p in master.parameters()}
         # What stands for a stale value can't be read: a forward that passes has written it first.
-        self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)}
+        self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)} | lists_of_weights(master)
         self.constants = {
             path: obj
             for path, obj in walk(master)
@@ -89,6 +91,7 @@ class Lender:
         norms = [layer for layer in norms if layer.track_running_stats]
         self.writes_statistics = any(layer.training for layer in norms)
         self.statistics = {self.names[id(b)] for layer in norms for b in layer._buffers.values() if b is not None}
+        self.parametrized = any(map(is_parametrized, master.modules()))
         self._free = [self._make({})]
         self._late: list[RuntimeError] = []
 

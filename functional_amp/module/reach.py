@@ -151,6 +151,11 @@ def contents(container: Any) -> tuple[Any, ...]:
     return tuple(container)
 
 
+def is_atom(obj: Any) -> bool:
+    """True for what never changes and leads nowhere: a number, a string, a class."""
+    return isinstance(obj, _ATOMS)
+
+
 def is_object(obj: Any) -> bool:
     """True for what is neither a container nor a function nor a tensor: an object with attributes."""
     return not isinstance(obj, (*_FOLLOWED, Tensor))

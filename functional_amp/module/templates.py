@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from functional_amp.module.copies import detach_recurrent
 from functional_amp.module.reach import Slots, absent, attributes, walk
 from functional_amp.module.watched import EVERY_CALL, Change, holders, is_buffer, opaque
 
@@ -29,9 +30,7 @@ class Template:
 
     def __init__(self, master: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]):
         self.module: nn.Module = copy.deepcopy(master, dict(memo))
-        for layer in self.module.modules():
-            if isinstance(layer, nn.RNNBase):  # its own list of weights is among the slots
-                layer._flat_weight_refs = [None] * len(layer._flat_weights)
+        detach_recurrent(self.module)
         self.slots = slots(self.module, names)
         # Of tied places the first is the last here, so that what lies in it counts.
         self._placeholders = [(container, key, name, container[key]) for container, key, name in reversed(self.slots)]
@@ -106,8 +105,7 @@ class Template:
             self.put_back()
             raise RuntimeError(
                 f"apply: found that the forward writes to the {written[0][0]} at {written[0][1]!r}, expected state in "
-                "buffers: the next call would not find it. Register a tensor in __init__ and use apply.with_buffers; "
-                "what needs no gradient may lie in a local variable."
+                "buffers: the next call would not find it. Register a buffer in __init__ and use apply.with_buffers."
             )
         return [change for entry in self._watched if entry.changed() for change in entry.changes()]
 

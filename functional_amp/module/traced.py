@@ -23,6 +23,7 @@ from functional_amp.torch_private import (
     traced_class,
     traced_effects,
     traced_fully,
+    traced_input_writes,
     traced_inputs,
     traced_items,
     traced_locals,
@@ -108,9 +109,17 @@ def _look(context: Any) -> None:
     for source, tensor, _ in inputs:
         if source not in seen or "_parameters[" in source:
             originals.refuse(tensor)
-    placed = {id(container) for container, _, _ in lender.plan}
     constants = {id(constant): path for path, constant in lender.constants.items()}
-    changed = [constants[id(t)] for source, t, v in inputs if id(t) in constants and v != seen.get(source, 0)]
+    arrays = {source for source, _, _ in inputs if source not in seen and source.startswith("___from_numpy")}
+    changed: list[str] = []
+    if constants or arrays:
+        writes = traced_input_writes(context)
+        changed += [
+            constants.get(id(tensor), source)
+            for source, tensor in writes
+            if id(tensor) in constants or source in arrays
+        ]
+    placed = {id(container) for container, _, _ in lender.plan}
     for path, obj in walk(lender.master):
         variable = effects.id_to_variable.get(id(obj))
         if variable is None or not effects.is_modified(variable):
