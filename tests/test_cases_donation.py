@@ -124,7 +124,8 @@ def test_G01_the_loader_raises_in_the_middle_of_a_donated_window(how, at, failur
         goes_on_as_if_nothing_had_been(step, state, before, how)
 
 
-@pytest.mark.parametrize("how", [slow("compiled"), "donated and compiled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compiled", "donated and compiled"])
 def test_G01_the_loader_raises_in_the_middle_of_a_donated_window__compiled(how):
     step, state = ready(how)
     for at in range(4):

@@ -100,7 +100,7 @@ def check_twenty_windows(problem: Problem, form: str, backend: Any) -> None:
     ("name", "form", "backend"),
     [
         ("mlp", "whole", "func"),
-        ("mlp", "halves", "autograd"),
+        pytest.param("mlp", "halves", "autograd", marks=pytest.mark.slow),
         pytest.param("conv_net", "halves", "func", marks=pytest.mark.slow),
         pytest.param("transformer", "whole", "func", marks=pytest.mark.slow),
         pytest.param("conv_net", "whole", "autograd", marks=pytest.mark.slow),
@@ -142,8 +142,8 @@ PRECISIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(
     ("precision", "name", "form", "backend"),
     [
-        ("policy", "mlp", "halves", "func"),
-        ("autocast", "mlp", "whole", "autograd"),
+        pytest.param("policy", "mlp", "halves", "func", marks=pytest.mark.slow),
+        pytest.param("autocast", "mlp", "whole", "autograd", marks=pytest.mark.slow),
         pytest.param("autocast", "conv_net", "halves", "autograd", marks=pytest.mark.slow),
         pytest.param("autocast", "transformer", "halves", "func", marks=pytest.mark.slow),
         pytest.param("policy", "transformer", "whole", "autograd", marks=pytest.mark.slow),
@@ -165,6 +165,7 @@ def test_precision_transforms_compile_to_the_values_of_eager_mode(precision: str
     assert graphs() == expected_graphs
 
 
+@pytest.mark.slow
 def test_a_learning_rate_tensor_filled_in_place_moves_the_compiled_step():
     problem, rate = mlp(), torch.tensor(0.0)
     optimizer = fa.sgd(rate, momentum=0.9)
@@ -182,6 +183,7 @@ def test_a_learning_rate_tensor_filled_in_place_moves_the_compiled_step():
     assert graphs() == 3
 
 
+@pytest.mark.slow
 def test_windows_of_any_length_share_the_compiled_halves():
     problem, optimizer = mlp(), fa.adam(1e-2)
     step = fa.make_step(problem.loss_fn, optimizer, max_norm=0.5)
@@ -212,7 +214,8 @@ def test_counters_scale_and_flags_are_inputs_of_the_graph_not_constants():
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("backend", ["func", pytest.param("autograd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["func", "autograd"])
 def test_the_compiled_step_leaves_its_inputs_alone(backend: Any):
     problem, optimizer = conv_net(), fa.sgd(0.1, momentum=0.9)
     step = fa.make_step(problem.loss_fn, optimizer, max_norm=1.0, backend=backend)
@@ -250,6 +253,7 @@ def test_stages_composed_by_hand_compile_to_one_graph():
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_trees_without_tensors_compile():
     # A dict of None (frozen by split), an empty dict and a dict of numbers hold no tensor at all.
     params = {"body": {"w": torch.ones(3), "b": torch.zeros(3)}, "head": {"w": torch.ones(3)}, "unused": {}}

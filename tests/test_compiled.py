@@ -64,7 +64,10 @@ def test_a_compiled_step_has_four_graphs_for_windows_of_any_length_and_eager_val
     assert (state.applied.item(), state.skipped.item()) == (4, 1)
 
 
-@pytest.mark.parametrize(("length", "expected"), [(1, 1), (2, 2), (3, 3), (5, 3)])
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(1, 1), (2, 2), *(pytest.param(length, 3, marks=pytest.mark.slow) for length in (3, 5))],
+)
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_window_of_one_is_one_graph_of_two_two_and_of_more_three(length, expected, donate):
     optimizer = fa.sgd(0.1)
@@ -121,6 +124,7 @@ def test_twelve_steps_in_one_process_do_not_use_up_the_compilers_limit(by_hand):
         torch.testing.assert_close(state.params, torch.ones(2) * (1 - 0.1 - index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "leaf"),
     [
@@ -208,6 +212,7 @@ def test_nothing_of_the_callers_is_written_to_by_a_donating_compiled_step():
     assert given.tolist() == [1.0, 2.0] and params.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_learning_rate_reaches_the_compiled_kernels_as_the_double_that_it_is(donate, dtype):
@@ -233,6 +238,7 @@ def test_a_learning_rate_reaches_the_compiled_kernels_as_the_double_that_it_is(d
     assert_identical(state.params, map_tensors(Tensor.detach, theirs))
 
 
+@pytest.mark.slow
 def test_a_new_learning_rate_or_scale_does_not_recompile():
     problem = mlp()
     step = fa.make_step(problem.loss_fn, fa.adamw(fa.linear(0.1, 0.0, 9)), compile=AOT, donate=True)
@@ -255,13 +261,8 @@ def test_scan_equals_the_loop_over_the_window_in_eager_mode(donate):
         assert_identical(step.scan(start(problem, optimizer), stacked(window)), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "donate"),
-    [
-        ("mlp", True),
-        *(pytest.param(name, name == "conv_net", marks=pytest.mark.slow) for name in ("conv_net", "transformer")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "donate"), [("mlp", True), ("conv_net", True), ("transformer", False)])
 def test_scan_compiles_to_one_graph_with_one_micro_step_in_it(name, donate):
     problem = PROBLEMS[name]()
     optimizer = fa.adamw(1e-2)

@@ -353,6 +353,7 @@ def test_the_size_follows_the_device_and_the_rest_the_size(example, monkeypatch)
 # --- whole runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_short_run_learns_and_draws_and_its_seed_repeats_it(main, capsys, tmp_path):
     outputs = []
     for seed in (0, 0, 1):
@@ -423,6 +424,7 @@ def test_the_first_ctrl_c_is_a_flag_and_the_second_interrupts(example):
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_with_figures_and_picture(tmp_path):
     picture = tmp_path / "run.png"
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--device=cpu", "--dtype=float32"]

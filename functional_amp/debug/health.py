@@ -81,9 +81,9 @@ def check_health(
     >>> check_health(state)[0].found
     "the state is not finite at ['params']."
     """
-    findings = skips_in_a_row(state, max_skipped, empty=_is_empty(history))
     if not (history is None or isinstance(history, (History, Metrics))):
         raise TypeError(f"history: found {type(history).__name__}, expected a History, the Metrics of a step or None.")
+    findings = skips_in_a_row(state, max_skipped, empty=_is_empty(history))
     findings += [*_of_scale(state, stuck=bool(findings)), *_of_tensors(state), *_of_windows(history)]
     findings.sort(key=lambda finding: finding.level != "error")
     errors = [finding for finding in findings if finding.level == "error"]
