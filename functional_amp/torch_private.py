@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -172,6 +173,11 @@ def traced_locals(context: Any) -> Any:
 def traced_effects(context: Any) -> Any:
     """What dynamo has noted of writes to attributes and containers."""
     return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
+
+
+def traced_graph(context: Any) -> weakref.ref[Any]:
+    """The graph that dynamo is making. Where it leaves one, it makes another for what comes after."""
+    return weakref.ref(context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output)
 
 
 def traced_fully(context: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -609,3 +609,28 @@ def test_a_method_that_every_module_has_is_refused(name: str):
         apply.method(name)
     x = drawn(5, 3)
     assert torch.equal(apply.method("forward")(params, x), apply.method("__call__")(params, x))
+
+
+class LeavesTheGraph(Net):
+    """Reads a number on the host, which ends a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.l(x))
+        return self.o(hidden if hidden.sum().item() > 0 else -hidden)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_forward_that_leaves_its_graph_trains_as_in_torch(donate: bool, fresh_dynamo: None):
+    apply, params, _ = fa.from_module(built(LeavesTheGraph))
+    compile = {"backend": "aot_eager", "fullgraph": False}
+    optimizer, x = fa.sgd(0.1), drawn(5, 3)
+    runs = []
+    for options in ({"compile": compile, "donate": donate}, {"backend": "autograd"}):
+        step = fa.make_step(lambda p, x: apply(p, x).square().mean(), optimizer, **cast(Any, options))
+        state = fa.init_state({name: p.clone() for name, p in params.items()}, optimizer, fa.NoScale())
+        for _ in range(2):
+            state, _ = step(state, [x, 2 * x])
+        runs.append(state.params)
+    for name, p in runs[1].items():
+        torch.testing.assert_close(runs[0][name], p)

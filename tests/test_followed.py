@@ -258,6 +258,7 @@ Further rules:
 - What a forward writes outside of the module (a global, an attribute of a class, a file, its arguments) is not looked
   at. Tables outside of the module that a layer or its `id` is the key of, a `WeakKeyDictionary` say, don't know the
   copies. Attributes that were set on a parameter itself are not in the tensors that a call lays in.
+- Where a forward or a loss leaves its graph (`fullgraph=False`), its writes in place are not seen.
 - `scratch=` is a promise: what these attributes hold after a call is dropped, and no later call reads it. A name that
   no attribute has does nothing.
 - Random numbers for a tensor whose memory is not contiguous (dropout after a transpose, say) are drawn in another

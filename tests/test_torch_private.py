@@ -481,6 +481,33 @@ def test_traced_fully_is_what_compile_was_told(fresh_dynamo, fullgraph):
     assert seen == [fullgraph]
 
 
+def test_traced_graph_is_one_until_the_compiler_leaves_it(fresh_dynamo):
+    # When it moves, a loss function that leaves its graph is refused for writes that it has not made.
+    seen = []
+
+    def look(context):
+        seen.append(private.traced_graph(context))
+
+    def looked(x):
+        private.comptime()(look)
+        return x + 1
+
+    def twice(x):
+        return looked(looked(x))
+
+    torch.compile(twice, fullgraph=True, backend="eager")(torch.zeros(1))
+    assert len(seen) == 2 and seen[0] == seen[1]
+    seen.clear()
+
+    def broken(x):
+        x = looked(x)
+        torch._dynamo.graph_break()
+        return looked(x)
+
+    torch.compile(broken, backend="eager")(torch.zeros(1))
+    assert len(seen) > 1 and seen[0] != seen[-1]
+
+
 def test_traced_class_is_what_isinstance_finds_in_a_graph(fresh_dynamo):
     # When it moves, a forward that asks for nn.Parameter takes another branch in a compiled step.
     kinds = iter((torch.nn.Parameter, Tensor))

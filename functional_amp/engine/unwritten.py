@@ -14,7 +14,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import is_differentiable
 from functional_amp.mode import in_graph, mode
-from functional_amp.torch_private import comptime, traced_locals, traced_versions
+from functional_amp.torch_private import comptime, traced_graph, traced_locals, traced_versions
 from functional_amp.tree import Flat, PyTree, flatten, paths
 
 GIVEN = "what it was given"
@@ -155,8 +155,8 @@ def _watched(given: tuple[PyTree, PyTree], flat: Flat) -> dict[int, Tensor]:
     }
 
 
-_traced: list[list[int]] = []
-"""The version counters of what is watched, while a graph is traced."""
+_traced: list[tuple[Any, list[int]]] = []
+"""The graph, and the version counters of what is watched, while it is traced."""
 
 
 def compare_params(params: list[Tensor | None], done: bool) -> None:
@@ -166,16 +166,21 @@ def compare_params(params: list[Tensor | None], done: bool) -> None:
 
 
 def _compare(watched: list[Tensor], done: bool, what: str | None) -> None:
-    """The same while a graph is traced, by the counters of the compiler's stand-ins; nothing is left in the graph."""
+    """The same while a graph is traced, by the counters of the compiler's stand-ins; nothing is left in the graph.
+
+    Where the loss function leaves the graph, the stand-ins after it are others, and nothing can be told.
+    """
     comptime()(_look)
 
 
 def _look(context: Any) -> None:
     local = traced_locals(context)
-    versions = traced_versions(local["watched"].items)
+    now = traced_graph(context), traced_versions(local["watched"].items)
     if not local["done"].as_python_constant():
-        _traced.append(versions)
-    elif _traced.pop() != versions:
+        _traced.append(now)
+        return
+    before = _traced.pop()
+    if before[0] == now[0] and before[1] != now[1]:
         what = local["what"].as_python_constant()
         raise RuntimeError(_params_message("") if what is None else _message(what))
 

@@ -54,7 +54,8 @@ class Lender:
         written: the buffers that the forward writes to.
         moved: the same, for all modes together.
         parametrized: whether a layer has parametrizations.
-        traced: what a trace found before the forward: version counters by name, and of what the graph read by source.
+        traced: what a trace found before the forward: its graph, version counters by name, and of what the graph read
+            by source.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Lender:
     ):
         self.master, self.origin, self.scratch, self.moved = master, origin, set(scratch), moved
         self.written: set[str] = set()
-        self.traced: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self.traced: tuple[Any, dict[str, int], dict[str, int]] = None, {}, {}
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
         self._memo: dict[int, Any] = shared(master)

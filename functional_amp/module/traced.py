@@ -23,6 +23,7 @@ from functional_amp.torch_private import (
     traced_class,
     traced_effects,
     traced_fully,
+    traced_graph,
     traced_input_writes,
     traced_inputs,
     traced_items,
@@ -91,9 +92,11 @@ def _look(context: Any) -> None:
     if not after:
         if traced_fully(context):
             refuse_averages(lender.master)
-        lender.traced = versions, {source: version for source, _, version in inputs}
+        lender.traced = traced_graph(context), versions, {source: version for source, _, version in inputs}
         return
-    before, seen = lender.traced
+    graph, before, seen = lender.traced
+    if graph != traced_graph(context):  # the forward has left the graph: the stand-ins are others, and nothing is known
+        before, seen = versions, {source: version for source, _, version in inputs}
     written = {name for name, version in versions.items() if version != before[name]}
     refuse_writes(written.intersection(fixed), _REHEARSE)
     written |= {name for name in copies if traced_value(after[name]) is not traced_value(copies[name])}
