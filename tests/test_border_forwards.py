@@ -620,6 +620,9 @@ class LeavesTheGraph(Net):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # the compiler looks
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_forward_that_leaves_its_graph_trains_as_in_torch(donate: bool, fresh_dynamo: None):
     apply, params, _ = fa.from_module(built(LeavesTheGraph))

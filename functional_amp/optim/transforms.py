@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.checks import check_non_negative, check_positive, check_unit_interval
-from functional_amp.dtypes import accumulation_dtype, counted, is_differentiable, like, scalar_dtype
+from functional_amp.dtypes import accumulation_dtype, counted, is_differentiable, like, scalar_dtype, widened
 from functional_amp.optim.chain import Transform
 from functional_amp.optim.leafwise import zero_count
 from functional_amp.optim.schedules import Schedule
@@ -65,7 +65,8 @@ def adaptive_clip(clipping: float = 0.01, eps: float = 1e-3) -> Transform:
         norm = _unit_norm(grad)
         over = norm > largest
         ratio = torch.where(over, largest / torch.where(over, norm, 1), 1)
-        return grad * ratio.to(accumulation_dtype(grad.dtype).to_real())
+        wide = widened(grad)
+        return wide * ratio.to(wide.real.dtype)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         flat = flatten(grads)
