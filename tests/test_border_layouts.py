@@ -37,14 +37,20 @@ def loss_fn(params: Any, x: Tensor) -> Tensor:
     return (picked**2).sum() + (params["rows"].T * x).sum() + (params["permuted"] ** 3 * x[0, 0]).sum()
 
 
+def stepped(loop: Any, given: Any, seed: int) -> Any:
+    """Gradients by which the loop has made its update; there they lie as its parameters do."""
+    grads = gradients(given, seed)
+    loop.step({key: torch.empty_like(loop.params[key]).copy_(grad) for key, grad in grads.items()})
+    return grads
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_fused_update_has_the_elements_of_the_loop_whatever_the_strides_of_the_gradient(name: str):
     cls = getattr(OPTIM, name)
     optimizer, loop, given = from_torch(cls, **HYPER), Loop(cls, params(), HYPER), params()
     state = optimizer.init(given)
     for seed in range(3):
-        grads = gradients(given, seed)
-        loop.step({key: torch.empty_like(loop.params[key]).copy_(grad) for key, grad in grads.items()})
+        grads = stepped(loop, given, seed)
         way = mapped(turned, grads) if seed % 2 else grads
         if seed < 2:
             given, state = optimizer.step(way, state, given)
@@ -61,8 +67,7 @@ def test_a_state_that_comes_back_with_other_strides_belongs_to_the_same_elements
     optimizer, loop, given = from_torch(cls, **HYPER), Loop(cls, params(), HYPER), params()
     state = optimizer.init(given)
     for seed in range(3):
-        grads = gradients(given, seed)
-        loop.step({key: torch.empty_like(loop.params[key]).copy_(grad) for key, grad in grads.items()})
+        grads = stepped(loop, given, seed)
         given, state = optimizer.step(grads, mapped(turned, state), given)
         loop.assert_is(given, state)
 

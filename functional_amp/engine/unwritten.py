@@ -57,12 +57,12 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tupl
     if not watched:
         yield given
         return
-    before = _counters(watched.values())
+    before = versions_of(watched.values())
     leaves: list[Any] = [watched.get(index, leaf) for index, leaf in enumerate(flat.leaves)]
     yield flat.unflatten(leaves)
     if on_copies:
         unseen.clear()
-    after = _counters(watched.values())
+    after = versions_of(watched.values())
     if after != before:
         names = [*paths(given[0]), *paths(given[1])]
         written = [names[i] for i, old, new in zip(watched, before, after, strict=True) if old != new]
@@ -84,10 +84,10 @@ def unwritten_by_optimizer(**given: PyTree) -> Iterator[list[PyTree]]:
     if mode() != "eager":
         yield own
         return
-    before = {name: _counters(flat.leaves) for name, flat in flats.items()}
+    before = {name: versions_of(flat.leaves) for name, flat in flats.items()}
     yield own
     for name, flat in flats.items():
-        if _counters(flat.leaves) != before[name]:
+        if versions_of(flat.leaves) != before[name]:
             raise RuntimeError(
                 f"optimizer: found a write in place to {name} at {_written(given[name], before[name])}, expected new "
                 "tensors: a window that is skipped could not take the write back. Return x.mul(0.9), not "
@@ -97,7 +97,7 @@ def unwritten_by_optimizer(**given: PyTree) -> Iterator[list[PyTree]]:
 
 def counted_params(leaves: list[Any]) -> list[int]:
     """The counters of the parameters of a loss function; none under a transform or in a graph."""
-    return [] if in_graph() or mode() == "transform" else _counters(leaves)
+    return [] if in_graph() or mode() == "transform" else versions_of(leaves)
 
 
 def check_params(params: PyTree, leaves: list[Any], before: list[int]) -> None:
@@ -105,7 +105,7 @@ def check_params(params: PyTree, leaves: list[Any], before: list[int]) -> None:
 
     A write through `.data` under the autograd engine moves no version counter, and is not seen.
     """
-    if before and _counters(leaves) != before:
+    if before and versions_of(leaves) != before:
         raise RuntimeError(_params_message(f" at {_written(params, before)}"))
 
 
@@ -130,7 +130,7 @@ def check_marks(leaves: list[Tensor], path: Callable[[int], str]) -> None:
             )
 
 
-def _counters(leaves: Iterable[Any]) -> list[int]:
+def versions_of(leaves: Iterable[Any]) -> list[int]:
     """The version counters of leaves, which each write in place moves, also one without a gradient."""
     leaves = list(leaves)
     try:
@@ -141,7 +141,7 @@ def _counters(leaves: Iterable[Any]) -> list[int]:
 
 def _written(tree: PyTree, before: list[int]) -> list[str]:
     """The paths of the leaves that have been written to since."""
-    now = _counters(flatten(tree).leaves)
+    now = versions_of(flatten(tree).leaves)
     return [path for path, old, new in zip(paths(tree), before, now, strict=True) if old != new]
 
 

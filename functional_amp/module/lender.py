@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from functional_amp.engine.random import all_generators_kept
+from functional_amp.engine.unwritten import versions_of
 from functional_amp.module.copies import lists_of_weights, shared
 from functional_amp.module.loan import Loan
 from functional_amp.module.reach import Absent, absent, walk
@@ -23,7 +24,6 @@ from functional_amp.module.rehearsal import (
     refuse_writes,
     same_bits,
     unseen_by_checkpoints,
-    versions_of,
     written_to,
 )
 from functional_amp.module.templates import Change, Template, Tensors, registered, slots

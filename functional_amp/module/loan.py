@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from functional_amp.engine.loans import kept
+from functional_amp.engine.unwritten import versions_of
 from functional_amp.mode import transformed
 from functional_amp.module.reach import walk
-from functional_amp.module.rehearsal import refuse_in_backward, refuse_lost, refuse_writes, versions_of
+from functional_amp.module.rehearsal import refuse_in_backward, refuse_lost, refuse_writes
 from functional_amp.module.templates import Template, Tensors
 
 

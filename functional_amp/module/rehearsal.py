@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from functional_amp.engine.unwritten import versions_of
 from functional_amp.mode import transformed
-from functional_amp.module.followed import memory
+from functional_amp.module.copies import memory
 from functional_amp.module.reach import walk
 from functional_amp.module.templates import Tensors
 from functional_amp.torch_private import norm_layers, saved_tensors_are_hooked, unwrapped
@@ -118,13 +119,6 @@ def own_leaf(tensor: Tensor) -> Tensor:
     if not tensor.is_leaf or transformed():
         return tensor.clone()
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # tensors of an inference mode count no writes
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def written_to(given: Tensors, after: Mapping[str, Any], versions: list[int]) -> set[str]:
