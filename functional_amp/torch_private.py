@@ -161,28 +161,31 @@ def comptime() -> Any:
     return comptime
 
 
+def _translator(context: Any) -> Any:
+    """What traces the code that called `comptime`."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+
+
 def traced_locals(context: Any) -> Any:
     """What dynamo knows of the local variables where `comptime` was called, all of it: it looks at some late."""
     from torch._dynamo.variables.lazy import LazyVariableTracker
 
-    return LazyVariableTracker.realize_all(
-        context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
-    )
+    return LazyVariableTracker.realize_all(_translator(context).symbolic_locals)
 
 
 def traced_effects(context: Any) -> Any:
     """What dynamo has noted of writes to attributes and containers."""
-    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
+    return _translator(context).output.side_effects
 
 
 def traced_graph(context: Any) -> weakref.ref[Any]:
     """The graph that dynamo is making. Where it leaves one, it makes another for what comes after."""
-    return weakref.ref(context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output)
+    return weakref.ref(_translator(context).output)
 
 
 def traced_fully(context: Any) -> bool:
     """Whether what dynamo traces may not leave the graph."""
-    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.root_tx.one_graph
+    return _translator(context).output.root_tx.one_graph
 
 
 def traced_items(variable: Any) -> dict[str, Any]:
@@ -209,7 +212,7 @@ def traced_versions(variables: Iterable[Any]) -> list[int]:
 
 def traced_inputs(context: Any) -> list[tuple[str, Tensor, int]]:
     """What a graph reads so far: dynamo's name of the source, the tensor outside of the graph, the version inside."""
-    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.root_tracer
+    tracer = _translator(context).output.root_tracer
     found = [node for node in tracer.graph.find_nodes(op="placeholder") if "grapharg" in node.meta]
     found = [node for node in found if isinstance(node.meta["grapharg"].example, Tensor)]
     given = [node.meta["grapharg"] for node in found]
