@@ -135,7 +135,7 @@ class Windows(Generic[T]):
     """The windows of a loader: an iterator, with a length where the loader has one."""
 
     def __init__(self, loader: Iterable[T], n: int):
-        self._n, self._left = n, len(loader) if isinstance(loader, Sized) else None
+        self._n, self._left = n, _length(loader)
         self._micro_batches = iter(loader)
 
     def __iter__(self) -> Iterator[list[T]]:
@@ -156,6 +156,14 @@ class Windows(Generic[T]):
 
     def __length_hint__(self) -> int:
         return 0 if self._left is None else len(self)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """How many micro-batches a loader says it has; None for a DataLoader of a stream, whose `__len__` raises."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def alike(micro_batches: Iterable[T]) -> Iterable[T]:
