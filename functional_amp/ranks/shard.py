@@ -17,7 +17,7 @@ from functional_amp.registry import with_fields
 from functional_amp.stages.aux import aux_sum
 from functional_amp.torch_private import all_reduced, root_mesh
 from functional_amp.tree import PyTree, flatten, flatten_tensors, map_tensors
-from functional_amp.values.grads import Loss, as_loss, check_loss_fn
+from functional_amp.values.grads import Loss, as_loss, check_loss_fn, is_one
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -138,7 +138,7 @@ def sharded(loss_fn: Callable[..., Tensor | Loss], mesh: DeviceMesh) -> Callable
 
     The backward of a gathered parameter sums over the ranks at once, so the weights must be known before it. One
     small message a micro-batch tells them. All ranks need the same number of micro-batches: a rank that has run
-    out gives one with `Loss(..., weight=0)`, whose derivatives must be finite.
+    out gives one with `Loss(..., weight=0)` (of sums `Loss(0 * value, ...)`), whose derivatives must be finite.
 
     Args:
         loss_fn: `loss_fn(params, micro_batch)` or with buffers, as `make_step` takes it.
@@ -157,6 +157,11 @@ def sharded(loss_fn: Callable[..., Tensor | Loss], mesh: DeviceMesh) -> Callable
     @functools.wraps(loss_fn)
     def global_loss(params: PyTree, *batch: Any) -> Loss:
         loss = as_loss(loss_fn(params, *batch))
+        if loss.reduction == "sum" and not is_one(loss.weight):
+            raise ValueError(
+                "sharded: found weight 0 with reduction='sum', expected 1, as other ranks' sums may count. "
+                "Return Loss(0 * value, reduction='sum'), whose derivatives are finite."
+            )
         value = loss.value
         with torch.no_grad():
             weight = torch.as_tensor(loss.weight).to(value.device, torch.float32).detach()
@@ -170,7 +175,9 @@ def sharded(loss_fn: Callable[..., Tensor | Loss], mesh: DeviceMesh) -> Callable
             total = torch.where(weights == 0, 1, weights)
             share = torch.where(counted, weight / total, 0).to(value.dtype)
             mean = (values if loss.reduction == "sum" else values / total).to(value.dtype)
-            sums = iter([leaf / like(total, leaf).to(leaf.real.dtype) for leaf in sums])
+            if loss.reduction == "mean":
+                sums = [leaf / like(total, leaf).to(leaf.real.dtype) for leaf in sums]
+            sums = iter(sums)
             aux = flat.unflatten([None if leaf is None else next(sums) for leaf in flat.leaves])
         own = value if loss.reduction == "sum" else torch.where(counted, value, 0) * share
         # The number of all ranks, with the derivative of this one's part.
