@@ -179,7 +179,7 @@ class Step:
         if window is not None and out.reduction != window.reduction:
             raise ValueError(
                 f"loss_fn: found reduction {out.reduction!r} in a window of {window.reduction!r}, expected one for all "
-                "micro-batches of a window."
+                "micro-batches of a window. One that counts for nothing is Loss(value, weight=0, reduction=...)."
             )
         if out.may_vanish:  # a weight of 0 leaves nothing behind, NaN or not
             loss = (loss * like(weight, loss)).masked_fill(like(weight == 0, loss), 0)

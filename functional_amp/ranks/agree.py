@@ -148,7 +148,7 @@ def _check(column: dict[str, Tensor]) -> None:
             None,
             f"loss_fn: found ranks with {name} at different leaves, or of different shapes or dtypes, expected the "
             "same on all. Use one loss function on all ranks, frozen alike; a rank without micro-batches has neither "
-            "aux nor new buffers, and gradients everywhere: give it one with Loss(..., weight=0).",
+            "aux nor new buffers, and gradients everywhere: let it give Loss(..., weight=0) of the same reduction.",
         )
 
 

@@ -189,5 +189,5 @@ def _refuse_constant() -> None:
     raise RuntimeError(
         "loss_fn: found a loss that reaches no parameter, expected one that depends on them: every gradient would be "
         "zero. Look for a detach, a no_grad or a copy of the parameters in the loss; where it is meant, return "
-        "Loss(value, weight=0)."
+        "Loss(value, weight=0), with the reduction of its window."
     )

@@ -159,9 +159,14 @@ def _streamed(
         ScaledGrads,
         tree=scaled_loss.tree(sums, None if total is None else flatten(total.tree).leaves),
         scale=scaler.scale if total is None else total.scale,
-        weight=weight if total is None else total.weight if aux.reduction == "sum" else total.weight + weight,
+        weight=weight if total is None else _weight_of(total.weight, weight, aux.reduction),
     )
     return Accumulated(grads, weight, value.detach(), aux)
+
+
+def _weight_of(total: Tensor, weight: Tensor, reduction: str) -> Tensor:
+    """Of a sum the weight is 1, or 0 where none of its parts counts."""
+    return torch.maximum(total, weight) if reduction == "sum" else total + weight
 
 
 def _check_window(params: PyTree, total: ScaledGrads) -> None:

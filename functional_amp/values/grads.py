@@ -28,7 +28,7 @@ class Loss:
         aux: any pytree to hand out. A step gives its weighted mean over the window.
         buffers: the new buffers, for a step whose state has buffers.
         reduction: "mean", or "sum" for a value that is a sum already, or divided by the window's total:
-            the gradient of a window is `sum(grad)` then, and the weight stays 1.
+            the gradient of a window is `sum(grad)` then, and the weight stays 1, or is 0.
 
     >>> import torch
     >>> Loss(torch.tensor(2.0), weight=4).weight
@@ -128,9 +128,10 @@ def as_loss(returned: Any, weight: float | Tensor = 1.0) -> Loss:
     check_weight(loss.weight)
     if loss.reduction not in ("mean", "sum"):
         raise ValueError(f"loss_fn: found reduction {loss.reduction!r} in the Loss, expected 'mean' or 'sum'.")
-    if loss.reduction == "sum" and not is_one(loss.weight):
+    if loss.reduction == "sum" and not (is_one(loss.weight) or is_zero(loss.weight)):
         raise ValueError(
-            f"loss_fn: found weight {loss.weight!r} with reduction='sum', expected 1: sums are added, not averaged. "
+            f"loss_fn: found weight {loss.weight!r} with reduction='sum', expected 1 (or the number 0 for one that is "
+            "not to count): sums are added, not averaged. "
             "Leave the weight out, or return the mean with reduction='mean'."
         )
     return loss

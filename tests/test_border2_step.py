@@ -1,0 +1,101 @@
+"""The step, its windows and what stands around them: more that was silently different from an imperative loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+import functional_amp as fa
+from functional_amp.ranks import gather, shard, sharded
+from tests.on_ranks import on_ranks
+
+AOT = {"backend": "aot_eager"}
+
+
+class Stream(IterableDataset[Tensor]):
+    """Micro-batches that nobody can count."""
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(5.0))
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_the_windows_of_a_stream_are_those_of_its_loader(batch_size: int | None):
+    loader = DataLoader(Stream(), batch_size=batch_size)
+    windows = fa.windows(loader, 2)
+    with pytest.raises(TypeError, match="the loader has no length"):
+        len(windows)
+    taken = list(windows)
+    assert [len(window) for window in taken] == ([2, 2, 1] if batch_size is None else [2, 1])
+    assert torch.equal(torch.cat([x.reshape(-1) for window in taken for x in window]), torch.arange(5.0))
+
+
+# Sums, of which one does not count
+
+
+def sums(params: Any, x: Tensor) -> fa.Loss:
+    """A sum over items; a micro-batch of zeros has none, and its loss reaches no parameter."""
+    if not x.any():
+        return fa.Loss(x.sum() / 0, weight=0, aux=x.sum() / 0, reduction="sum")
+    value = (params["w"] * x).square().sum()
+    return fa.Loss(value, aux=value.detach(), reduction="sum")
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"backend": "autograd"}])
+def test_a_sum_without_items_leaves_nothing_behind(place: int, options: dict[str, Any]):
+    optimizer, params = fa.sgd(0.1, momentum=0.9), {"w": torch.tensor([1.0, 2.0])}
+    step = fa.make_step(sums, optimizer, max_norm=10.0, **options)
+    state, expected = (fa.init_state(params, optimizer, fa.StaticScale(8.0)) for _ in range(2))
+    for size in (1.0, 2.0):
+        window = [torch.full((2,), size), torch.tensor([0.5, size])]
+        expected, told = step(expected, window)
+        state, metrics = step(state, [*window[:place], torch.zeros(2), *window[place:]])
+        assert torch.equal(state.params["w"], expected.params["w"])
+        for name in ("loss", "aux", "grad_norm", "weight", "applied"):
+            assert torch.equal(getattr(metrics, name), getattr(told, name)), name
+    after, metrics = step(state, [torch.zeros(2)] * 2)
+    assert metrics.weight == 0 and metrics.finite and not metrics.applied
+    assert torch.equal(after.params["w"], expected.params["w"])
+
+
+def test_the_message_about_reductions_tells_how_to_leave_a_sum_out():
+    def loss_fn(params: Any, x: Tensor) -> fa.Loss:
+        return sums(params, x) if x.any() else fa.Loss(x.sum(), weight=0)
+
+    optimizer, params = fa.sgd(0.1), {"w": torch.ones(2)}
+    state = fa.init_state(params, optimizer, fa.NoScale())
+    with pytest.raises(ValueError, match=r"found reduction 'mean'.*Loss\(value, weight=0, reduction=...\)"):
+        fa.make_step(loss_fn, optimizer)(state, [torch.ones(2), torch.zeros(2)])
+    assert fa.make_step(sums, optimizer)(state, [torch.ones(2), torch.zeros(2)])[1].applied
+
+
+def squares(params: Any, x: Tensor) -> fa.Loss:
+    value = (x @ gather(params["w"])).square().sum()
+    return fa.Loss(value, aux={"squares": value.detach(), "items": len(x)}, reduction="sum")
+
+
+def summed_on(rank: int) -> tuple[Any, Tensor, Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    optimizer = fa.sgd(0.01)
+    step = fa.make_step(sharded(squares, mesh), optimizer, mesh=mesh)
+    state = fa.init_state(shard({"w": torch.ones(2, 1)}, mesh), optimizer, fa.NoScale())
+    state, metrics = step(state, [torch.full((rank + 1, 2), float(rank + 1))])
+    return metrics.aux, metrics.loss, state.params["w"].full_tensor()
+
+
+@pytest.mark.slow
+def test_the_aux_of_a_sharded_sum_is_the_sum_over_ranks(tmp_path: Path):
+    optimizer = fa.sgd(0.01)
+    state = fa.init_state({"w": torch.ones(2, 1)}, optimizer, fa.NoScale())
+    window = [torch.full((rank + 1, 2), float(rank + 1)) for rank in range(2)]
+    state, metrics = fa.make_step(squares, optimizer)(state, window)
+    for aux, loss, w in on_ranks(summed_on, tmp_path, 2):
+        torch.testing.assert_close((aux, loss, w), (metrics.aux, metrics.loss, state.params["w"]))
