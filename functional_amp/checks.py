@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import sys
@@ -65,6 +66,22 @@ def check_unit_interval(value: Any, name: str, *, closed: bool = False) -> float
     if not (0 <= value < 1 or (closed and value == 1)):
         raise ValueError(f"{name}: found {value!r}, expected a number in [0, 1{']' if closed else ')'}.")
     return float(value)
+
+
+def own_third(function: Any, expected: str) -> str | None:
+    """The name of a third argument that is the function's own: one with a default, as `lambda g, s, lr=lr:` has.
+
+    None where it is the one that is expected, by its name or by a default of None or an empty container.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of a builtin
+        return None
+    for parameter in [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][2:3]:
+        default = parameter.default
+        neutral = default is parameter.empty or default is None or (isinstance(default, (dict, tuple)) and not default)
+        return None if neutral or parameter.name == expected else parameter.name
+    return None
 
 
 def check_bool(value: Any, name: str) -> None:

@@ -99,3 +99,46 @@ def test_the_aux_of_a_sharded_sum_is_the_sum_over_ranks(tmp_path: Path):
     state, metrics = fa.make_step(squares, optimizer)(state, window)
     for aux, loss, w in on_ranks(summed_on, tmp_path, 2):
         torch.testing.assert_close((aux, loss, w), (metrics.aux, metrics.loss, state.params["w"]))
+
+
+# Arguments with defaults of their own, as closures over a loop's variable have
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}, pytest.param({"compile": AOT}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+def test_a_captured_default_of_an_update_is_not_taken_for_the_parameters(lr: Any, options: dict[str, Any]):
+    optimizer = (lambda params: (), lambda grads, state, lr=lr: (-lr * grads, state))
+    step = fa.make_step(lambda p, x: (p * x).sum(), optimizer, **options)
+    state, _ = step(fa.init_state(torch.full((2,), 7.0), optimizer, fa.NoScale()), [torch.ones(2)])
+    assert state.params.tolist() == [6.5, 6.5]
+
+
+def decayed(grads: Tensor, state: Any, params: Tensor | None = None) -> tuple[Tensor, Any]:
+    assert params is not None
+    return -0.5 * (grads + params), state
+
+
+def decayed_with_a_factor(grads: Tensor, state: Any, params: Tensor, factor: float = 0.5) -> tuple[Tensor, Any]:
+    return -factor * (grads + params), state
+
+
+@pytest.mark.parametrize("update", [decayed, decayed_with_a_factor])
+def test_a_third_argument_without_a_value_of_its_own_is_the_parameters(update: Any):
+    params = torch.ones(2)
+    new, _ = fa.maybe_step(update, params, (), torch.ones(2), torch.tensor(True))
+    assert new.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"backend": "autograd"}])
+def test_buffers_are_not_passed_as_an_option_of_the_loss(options: dict[str, Any]):
+    def wrong(params: Tensor, x: Tensor, training: bool = False) -> Tensor:
+        return (params * x).sum() * (2 if training else 1)
+
+    def right(params: Tensor, x: Tensor, buffers: Any, training: bool = False) -> Tensor:
+        return wrong(params, x, training)
+
+    optimizer = fa.sgd(0.5)
+    state = fa.init_state(torch.ones(2), optimizer, fa.NoScale(), {"n": torch.zeros(())})
+    with pytest.raises(TypeError, match=r"third argument 'training'.*loss_fn\(params, micro_batch, buffers, training="):
+        fa.make_step(wrong, optimizer, **options)(state, [torch.ones(2)])
+    assert fa.make_step(right, optimizer, **options)(state, [torch.ones(2)])[0].params.tolist() == [0.5, 0.5]

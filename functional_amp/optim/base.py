@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
+from functional_amp.checks import own_third
 from functional_amp.dtypes import is_differentiable, widened
 from functional_amp.engine.unwritten import unwritten_by_optimizer
 from functional_amp.mode import stage
@@ -91,6 +92,7 @@ def updates_with(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTre
 def _arguments(update: Any, *given: PyTree) -> tuple[tuple[PyTree, ...], dict[str, Any]]:
     """What an update function takes of gradients, state and parameters: all in order, or the third by name, or two.
 
+    A third argument with a default, as in `lambda grads, state, lr=lr:`, is the function's own.
     `inplace=False` for those that have such a choice, as TorchOpt's do, which write in place by default.
     """
     try:
@@ -100,7 +102,8 @@ def _arguments(update: Any, *given: PyTree) -> tuple[tuple[PyTree, ...], dict[st
     named = {"inplace": False} if "inplace" in parameters else {}
     kinds = [parameter.kind for name, parameter in parameters.items() if name != "inplace"]
     in_order = [kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds]
-    if any([kind is kind.VAR_POSITIONAL for kind in kinds]) or sum(in_order) >= 3:
+    takes_three = sum(in_order) >= 3 and own_third(update, "params") is None
+    if any([kind is kind.VAR_POSITIONAL for kind in kinds]) or takes_three:
         return given, named
     if "params" in parameters and parameters["params"].kind is parameters["params"].KEYWORD_ONLY:
         named["params"] = given[2]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from functional_amp.checks import own_third
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, widened
 from functional_amp.engine.lease import Lease
 from functional_amp.engine.loans import lending
@@ -42,9 +43,15 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
     """
 
     unseen = [None]
+    third = own_third(loss_fn, "buffers")
 
     @functools.wraps(loss_fn)
     def loss_of(params: PyTree, micro_batch: Any, buffers: PyTree) -> Loss:
+        if third is not None and buffers is not None:
+            raise TypeError(
+                f"loss_fn: found a third argument {third!r} with a default of its own, expected `buffers`, as the "
+                f"state has some. Write loss_fn(params, micro_batch, buffers, {third}=...)."
+            )
         with unwritten((params, buffers), unseen) as (params, given):
             returned = loss_fn(params, micro_batch) if buffers is None else loss_fn(params, micro_batch, given)
         loss = as_loss(returned)
