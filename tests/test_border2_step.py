@@ -142,3 +142,49 @@ def test_buffers_are_not_passed_as_an_option_of_the_loss(options: dict[str, Any]
     with pytest.raises(TypeError, match=r"third argument 'training'.*loss_fn\(params, micro_batch, buffers, training="):
         fa.make_step(wrong, optimizer, **options)(state, [torch.ones(2)])
     assert fa.make_step(right, optimizer, **options)(state, [torch.ones(2)])[0].params.tolist() == [0.5, 0.5]
+
+
+# A loss that requires grad, and not by the parameters
+
+CONSTANTS = {
+    "a tensor made of a number": lambda p, x: torch.tensor(float(x.sum()), requires_grad=True),
+    "that, and more": lambda p, x: torch.tensor(float(x.sum()), requires_grad=True) * 2 + x.sum(),
+    "a parameter made of a value": lambda p, x: torch.nn.Parameter(p["w"].detach()).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("options", [{}, {"backend": "func"}, {"backend": "autograd"}, {"donate": True}])
+def test_a_loss_that_only_looks_as_if_it_had_a_gradient_is_refused(name: str, options: dict[str, Any]):
+    optimizer = fa.adamw(0.1)
+    state = fa.init_state({"w": torch.ones(2)}, optimizer, fa.NoScale())
+    step = fa.make_step(CONSTANTS[name], optimizer, **options)
+    with pytest.raises(RuntimeError, match="reaches no parameter"):
+        step(state, [torch.ones(2)])
+    with pytest.raises(RuntimeError, match="reaches no parameter"):
+        step.scan(state, torch.ones(2, 2))
+
+
+def test_a_loss_that_is_made_anew_in_a_later_micro_batch_is_refused():
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        loss = (params["w"] * x).sum()
+        return loss if len(x) == 2 else torch.tensor(loss.item(), requires_grad=True)
+
+    step = fa.make_step(loss_fn, fa.sgd(0.1))
+    state = fa.init_state({"w": torch.ones(1)}, fa.sgd(0.1), fa.NoScale())
+    state = step.accumulate(state, torch.ones(2))
+    with pytest.raises(RuntimeError, match="reaches no parameter"):
+        step.accumulate(state, torch.ones(3))
+
+
+def test_a_loss_that_is_a_parameter_or_a_transform_of_one_is_differentiated():
+    def of_a_function(params: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: (params * y**2).sum())(x).sum()
+
+    def in_a_batch(params: Tensor, x: Tensor) -> Tensor:
+        return torch.vmap(lambda y: (params * y).sum())(x[None]).mean()
+
+    for loss_fn, expected in ((lambda p, x: p, 1.0), (of_a_function, 2.0), (in_a_batch, 1.0)):
+        for params in (torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float16)):
+            grads = fa.scale_backward(loss_fn, fa.NoScale(), params, torch.ones(1, dtype=params.dtype), backend="func")
+            assert grads.grads.tree.item() == expected

@@ -13,9 +13,9 @@ from torch import Tensor
 from functional_amp.engine.graphs import Compile, leaves_graphs
 from functional_amp.engine.limits import limit_of
 from functional_amp.engine.random import other_random_state, random_state
+from functional_amp.engine.reached import reaches_any
 from functional_amp.engine.sharded import is_sharded
 from functional_amp.mode import engine_records, in_graph, kept_whole_in_graphs, mode, normal
-from functional_amp.torch_private import reaches_this_level
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,7 +140,7 @@ def _remember_limit(loss_fn: Any, cause: str) -> None:
 def _by_func(scaled_loss: Any, leaves: list[Tensor]) -> tuple[list[Tensor], Any]:
     def reaching(leaves: list[Tensor]) -> Any:
         scaled, out = scaled_loss(kept_whole_in_graphs(leaves))
-        if not scaled_loss.may_be_constant and not reaches_this_level(scaled):
+        if not scaled_loss.may_be_constant and not reaches_any(leaves, scaled, out[0], _given(scaled_loss.loss_fn)):
             _refuse_constant()
         return scaled, out
 
