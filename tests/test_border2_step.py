@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,41 @@ def test_a_loss_that_is_a_parameter_or_a_transform_of_one_is_differentiated():
         for params in (torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float16)):
             grads = fa.scale_backward(loss_fn, fa.NoScale(), params, torch.ones(1, dtype=params.dtype), backend="func")
             assert grads.grads.tree.item() == expected
+
+
+# The state of another class
+
+
+def square(params: Any, x: Tensor) -> Tensor:
+    return (params["w"] * x).square().sum()
+
+
+def updated(optimizer: Any, params: Any, opt_state: Any) -> Any:
+    return fa.maybe_step(optimizer, params, opt_state, params, torch.tensor(True)).params
+
+
+LOOKALIKES = [(torch.optim.Adam, torch.optim.Adamax), (torch.optim.Adadelta, torch.optim.Adam)]
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}, pytest.param({"compile": AOT}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("cls", "other"), LOOKALIKES)
+def test_a_state_of_another_class_is_refused_whose_tensors_have_the_same_shapes(cls: Any, other: Any, options: Any):
+    first, second = fa.from_torch(cls, lr=0.1), fa.from_torch(other, lr=0.1)
+    step = fa.make_step(square, first, **options)
+    state, _ = step(fa.init_state({"w": torch.ones(2)}, first, fa.NoScale()), [torch.ones(2)])
+    changed = dataclasses.replace(step, optimizer=second)
+    with pytest.raises(ValueError, match=r"opt_state: found .*as .* keeps it. Take it from the init of this very"):
+        changed(state, [torch.ones(2)])
+    if options:  # a donating step has begun to write, and a compiled one runs the update as an operator
+        state, _ = step(fa.init_state({"w": torch.ones(2)}, first, fa.NoScale()), [torch.ones(2)])
+    state = dataclasses.replace(state, opt_state=second.init(state.params))
+    assert changed(state, [torch.ones(2)])[1].applied
+    with pytest.raises(ValueError, match="opt_state: found"):
+        torch.vmap(lambda w: updated(second, {"w": w}, first.init({"w": torch.ones(2)}))["w"])(torch.ones(3, 2))
+
+
+def test_adams_state_is_radams_and_that_of_adamw_as_in_torch():
+    params = {"w": torch.ones(2)}
+    state = fa.from_torch(torch.optim.Adam).init(params)
+    for cls in (torch.optim.AdamW, torch.optim.RAdam):
+        assert updated(fa.from_torch(cls), params, state)["w"].isfinite().all()

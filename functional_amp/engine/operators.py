@@ -34,7 +34,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "imperative_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] kept, bool[] missing, Tensor count, "
-    "Tensor? divisor, Tensor? applied, str[] paths, int number) -> ()"
+    "Tensor? divisor, Tensor? applied, str[] paths, str[] names, int number) -> ()"
 )
 _LIBRARY.impl("materialize", torch.clone, "CompositeExplicitAutograd")
 _LIBRARY.impl("materialize", torch.empty_like, "Meta")

@@ -17,7 +17,7 @@ from functional_amp.optim.imperative import Hyper, Imperative
 from functional_amp.optim.in_place import Given, updated
 from functional_amp.optim.leafwise import zero_count
 from functional_amp.optim.rehearsal import rehearse
-from functional_amp.optim.trial import columns_of
+from functional_amp.optim.trial import columns_of, names_of
 from functional_amp.tree import Flat, PyTree, check_structure, flatten, flatten_tensors, paths
 
 
@@ -131,6 +131,7 @@ def from_torch(
             [kept.leaves[index] for index in held],
             opt_state.step,
             names,
+            names_of(opt_state.state, opt_state.groups),
         )
         if taken and all([grad is None for grad in given.grads]):  # all frozen: a schedule begins when they do
             return params, opt_state

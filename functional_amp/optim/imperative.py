@@ -71,6 +71,7 @@ class Imperative:
         tensors: Sequence[Tensor],
         count: Tensor,
         paths: Sequence[str],
+        names: Sequence[str],
     ) -> None:
         """One update in place, of the parameters and of the tensors that are kept.
 
@@ -79,8 +80,18 @@ class Imperative:
             grads: in true units; they may be overwritten. A parameter whose gradient is None stays.
             tensors: `Kept.tensors` of the state.
             count: updates before this one.
+            names: what the state calls its tensors, by `names_of`.
+
+        Raises:
+            ValueError: for the state of another class, whose tensors may have the same shapes.
         """
-        self.apply(self.layout(params, paths), params, grads, tensors, count)
+        layout = self.layout(params, paths)
+        if names != layout.names:
+            raise ValueError(
+                f"opt_state: found {names}, expected {layout.names} as {self.cls.__name__} keeps it. Take it from the "
+                "init of this very optimizer."
+            )
+        self.apply(layout, params, grads, tensors, count)
 
     def apply(
         self,

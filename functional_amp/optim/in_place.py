@@ -17,13 +17,14 @@ from functional_amp.torch_private import levels
 
 
 class Given(NamedTuple):
-    """What an update is given: the tensors, the count of updates before it, and where the parameters are."""
+    """What an update is given: tensors, the count of updates before it, where the parameters are, the state's names."""
 
     params: list[Tensor]
     grads: list[Tensor | None]
     kept: list[Tensor]
     updates: Tensor
     paths: list[str]
+    names: list[str]
 
 
 def updated(
@@ -51,11 +52,11 @@ def _update_in_place(imperative: Imperative, given: Given, divisor: Tensor | Non
     The flag is looked at where that is free, and where the optimizer counts its steps on the host, so that the host
     has to know. Else the update is made, and taken back by selection.
     """
-    params, grads, kept, count, paths = given
+    params, grads, kept, count, paths, names = given
     in_a_graph = operator("imperative_")
     if in_a_graph is not None:
         present, missing = [grad for grad in grads if grad is not None], [grad is None for grad in grads]
-        in_a_graph(params, present, kept, missing, count, divisor, applied, paths, imperative.number)
+        in_a_graph(params, present, kept, missing, count, divisor, applied, paths, names, imperative.number)
         return
     before: list[Tensor] = []
     if applied is not None:
@@ -66,7 +67,7 @@ def _update_in_place(imperative: Imperative, given: Given, divisor: Tensor | Non
         else:
             before = [tensor.clone() for tensor in (*params, *kept)]
     own = [None if g is None else _own(g, p, divisor) for p, g in zip(params, grads, strict=True)]
-    imperative.step([param.detach() for param in params], own, kept, count, paths)
+    imperative.step([param.detach() for param in params], own, kept, count, paths, names)
     for old, new in zip(before, (*params, *kept)):
         assert applied is not None
         new.copy_(torch.where(applied.to(old.device), new, old))
@@ -90,6 +91,7 @@ def _operator(
     divisor: Tensor | None,
     applied: Tensor | None,
     paths: list[str],
+    names: list[str],
     number: int,
 ) -> None:
     announce_writing()
@@ -98,7 +100,7 @@ def _operator(
     waiting = iter(present)
     grads = [None if absent else next(waiting) for absent in missing]
     with torch.no_grad():
-        _update_in_place(imperative, Given(params, grads, kept, count, paths), divisor, applied)
+        _update_in_place(imperative, Given(params, grads, kept, count, paths, names), divisor, applied)
 
 
 implement("imperative_", _operator, "CompositeExplicitAutograd", lambda *args: None)
@@ -111,13 +113,14 @@ class _Call(NamedTuple):
     missing: tuple[bool, ...]
     n_kept: int
     paths: list[str]
+    names: list[str]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         n = len(self.missing)
         new = [tensor.clone() for tensor in tensors[: n + self.n_kept]]
         present = iter(tensors[n + self.n_kept : -1])
         grads = [None if absent else _own(next(present), p, None) for absent, p in zip(self.missing, new)]
-        self.imperative.step(new[:n], grads, new[n:], tensors[-1], self.paths)
+        self.imperative.step(new[:n], grads, new[n:], tensors[-1], self.paths, self.names)
         return tuple(new)
 
 
@@ -156,8 +159,8 @@ def _updated_in_transform(imperative: Imperative, given: Given) -> tuple[list[Te
             f"from_torch: found {name} in a graph under a torch.func transform, expected one of them. Compile the "
             "update of one member, or use functional_amp.sgd, adam or adamw."
         )
-    params, grads, kept, count, paths = given
-    call = _Call(imperative, tuple([grad is None for grad in grads]), len(kept), paths)
+    params, grads, kept, count, paths, names = given
+    call = _Call(imperative, tuple([grad is None for grad in grads]), len(kept), paths, names)
     tensors = [*params, *kept, *[grad for grad in grads if grad is not None], count]
     learned = [value for value in imperative.hyper.values() if isinstance(value, Tensor)]
     if not any([level.requires_grad for tensor in (*tensors, *learned) for level in levels(tensor)]):

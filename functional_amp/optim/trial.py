@@ -47,6 +47,7 @@ class Layout(NamedTuple):
         begins: whether the state of a parameter is begun by its first step.
         groups: the slots of each group: what a step assigns there.
         kinds: shape and dtype of each tensor of the state.
+        names: what the state calls them.
         unchanged: what its updates must leave as it was.
         lock: of the template, which one update at a time may use.
     """
@@ -58,6 +59,7 @@ class Layout(NamedTuple):
     begins: list[bool]
     groups: list[list[Slot]]
     kinds: list[Any]
+    names: list[str]
     unchanged: Unchanged
     lock: Lock
 
@@ -84,6 +86,11 @@ class Layout(NamedTuple):
                     entry[column] = next(waiting)
         groups = [{name: next(waiting) for name in sorted([n for slot in s for n in slot.names])} for s in self.groups]
         return Kept(params, groups, list(waiting))
+
+
+def names_of(columns: Iterable[str], groups: Sequence[Iterable[str]]) -> list[str]:
+    """The names of what is kept of parameters and of groups, in one order."""
+    return [*sorted(columns), *[f"{place}.{name}" for place, group in enumerate(groups) for name in sorted(group)]]
 
 
 def columns_of(entries: Iterable[Iterable[str]]) -> list[str]:
@@ -141,7 +148,8 @@ def trial(
     kinds = [(tensor.shape, tensor.dtype) for tensor in first.tensors()]
     given.state = defaultdict(dict)
     given.param_groups = [{**group, "params": []} for group in groups]
-    return Layout(given, members, hypers, params, begins, kept_of_groups, kinds, Unchanged(given), Lock()), first
+    names = names_of(columns_of(first.params), first.groups)
+    return Layout(given, members, hypers, params, begins, kept_of_groups, kinds, names, Unchanged(given), Lock()), first
 
 
 def refuse(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer, found: str, remedy: str = "") -> NoReturn:
