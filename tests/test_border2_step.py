@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import functional_amp as fa
+from functional_amp.debug import check_health, init_history, record
 from functional_amp.ranks import gather, shard, sharded
 from tests.on_ranks import on_ranks
 
@@ -227,3 +228,24 @@ def test_adams_state_is_radams_and_that_of_adamw_as_in_torch():
     state = fa.from_torch(torch.optim.Adam).init(params)
     for cls in (torch.optim.AdamW, torch.optim.RAdam):
         assert updated(fa.from_torch(cls), params, state)["w"].isfinite().all()
+
+
+# What is said about a run
+
+
+@pytest.mark.parametrize("scaler", [fa.DynamicScale(1.0, min_scale=1.0), fa.DynamicScale(0.5)])
+def test_windows_without_weight_say_nothing_about_the_scale(scaler: fa.DynamicScale):
+    optimizer = fa.sgd(0.1)
+
+    def run(step: fa.Step) -> list[str]:
+        state, history = fa.init_state({"w": torch.ones(2)}, optimizer, scaler), None
+        for _ in range(3):
+            state, metrics = step(state, [torch.ones(2)])
+            history = record(init_history(state) if history is None else history, metrics)
+            assert [f.name for f in check_health(state, metrics)] == [f.name for f in check_health(state, history)]
+        assert state.skipped == 3
+        return [finding.name for finding in check_health(state, history)]
+
+    assert run(fa.make_step(lambda p, x: fa.Loss(square(p, x), weight=0), optimizer)) == []
+    overflow = run(fa.make_step(lambda p, x: square(p, x) * torch.inf, optimizer))
+    assert overflow == (["floor"] if scaler.min_scale == 1 else ["scale below 1"])

@@ -83,8 +83,9 @@ def check_health(
     """
     if not (history is None or isinstance(history, (History, Metrics))):
         raise TypeError(f"history: found {type(history).__name__}, expected a History, the Metrics of a step or None.")
-    findings = skips_in_a_row(state, max_skipped, empty=_is_empty(history))
-    findings += [*_of_scale(state, stuck=bool(findings)), *_of_tensors(state), *_of_windows(history)]
+    empty = _is_empty(history)
+    findings = skips_in_a_row(state, max_skipped, empty=empty)
+    findings += [*_of_scale(state, stuck=bool(findings), empty=empty), *_of_tensors(state), *_of_windows(history)]
     findings.sort(key=lambda finding: finding.level != "error")
     errors = [finding for finding in findings if finding.level == "error"]
     if raise_ and errors:
@@ -121,10 +122,11 @@ def skips_in_a_row(state: TrainState, max_skipped: int, *, empty: bool = False) 
     return [Finding("skips in a row", "error", "certain", found, advice)]
 
 
-def _of_scale(state: TrainState, stuck: bool) -> list[Finding]:
+def _of_scale(state: TrainState, stuck: bool, empty: bool) -> list[Finding]:
     skipped, scale, _ = _of_worst(state)
     floor = getattr(state.scaler, "min_scale", 0.0)
-    if skipped < 2:  # one bad batch, or a scale that has just been lowered and not tried yet
+    # One bad batch, or a scale that has just been lowered and not tried yet; or windows without weight.
+    if skipped < 2 or empty:
         return _ceiling(state.scaler)
     if scale <= floor:
         found = f"the scale is at its floor, {power(floor)}, and windows are still skipped ({skipped} in a row)."
