@@ -199,6 +199,27 @@ def reads_the_flag(state: Any, micro_batches: Any) -> Any:
     return (after if metrics.finite else with_fields(after, params=state.params)), metrics
 
 
+def only(place: int) -> Update:
+    """Looks at the gradients of one micro-batch alone: a window with NaN elsewhere is applied, or counts as clean."""
+
+    def step(state: Any, micro_batches: Any) -> Any:
+        return STEP(state, [micro_batches[place]] * len(micro_batches))
+
+    return step
+
+
+def left_over() -> Update:
+    """The gradients of a skipped window stay: a `zero_grad` that only an applied update calls."""
+    left: list[Any] = []
+
+    def step(state: Any, micro_batches: Any) -> Any:
+        after, metrics = STEP(state, [*left, *micro_batches])
+        left[:] = [] if metrics.finite or left else [batch.nan_to_num(1.0) for batch in micro_batches]
+        return after, metrics
+
+    return step
+
+
 def hidden_calls() -> Update:
     calls = 0
 
@@ -265,6 +286,18 @@ WRONG_TRAINING: dict[str, tuple[Callable[[], Any], str]] = {
     "counts a skip as applied": (
         lambda: with_state(lambda before, after, m: {"applied": before.applied + 1}),
         "a skip is a transaction: state.applied: .*found 1, expected 0",
+    ),
+    "looks at the last micro-batch alone": (
+        lambda: only(-1),
+        "one bad micro batch spoils its window.*found True where the first of two is bad",
+    ),
+    "looks at the first micro-batch alone": (
+        lambda: only(0),
+        "one bad micro batch spoils its window.*found True where the last of two is bad",
+    ),
+    "leaves the gradients of a skip over": (
+        left_over,
+        "one bad micro batch spoils its window and no other: the state after the window after the skipped one: at",
     ),
     "reads the flag on the host": (lambda: reads_the_flag, "no tensor is read on the host: raised DataDependent"),
 }

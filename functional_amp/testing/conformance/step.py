@@ -34,6 +34,7 @@ def check_step(step: Stepper, state: TrainState, batch: Any, *, bad_batch: Any =
     - the state keeps its structure, shapes and dtypes, with the window closed
     - a skip is a transaction: parameters, optimizer state and buffers come back bit for bit, the
       scaler moves as `update_scale` moves it, and the counters count
+    - one bad micro-batch spoils its window, the first as well as the last, and leaves no trace in the next window
     - it replays bit for bit from a seed
     - the metrics are 0-dim tensors of the right types, and the scale is that of this window
     - no tensor is read on the host
@@ -58,6 +59,8 @@ def check_step(step: Stepper, state: TrainState, batch: Any, *, bad_batch: Any =
     poisoned_state, bad = poison(state, batch) if bad_batch is None else (state, bad_batch)
     check("check_step", LAWS, step, state, batch)
     check("check_step", SKIP_LAWS, step, poisoned_state, bad)
+    if poisoned_state is state:
+        check("check_step", PLACE_LAWS, step, state, batch, bad)
     if host:
         check("check_step", HOST_LAWS, step, state, batch)
 
@@ -73,10 +76,10 @@ def poison(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
     return replace(state, params=mapped(nan, state.params)), batch
 
 
-def run(step: Stepper, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+def run(step: Stepper, state: TrainState, batch: Any, last: Any = None) -> tuple[TrainState, Metrics]:
     """A window of two, on a copy of the state, with the same random numbers each time."""
     with seeded(0):
-        return step(copied(state), [batch, batch])
+        return step(copied(state), [batch, batch if last is None else last])
 
 
 def it_is_pure_or_donates_and_says_so(step: Stepper, state: TrainState, batch: Any) -> None:
@@ -133,6 +136,18 @@ def a_skip_is_a_transaction(step: Stepper, state: TrainState, batch: Any) -> Non
         state = after
 
 
+def one_bad_micro_batch_spoils_its_window_and_no_other(step: Stepper, state: TrainState, batch: Any, bad: Any) -> None:
+    expected, _ = run(step, state, batch)
+    for place, window in (("first", (bad, batch)), ("last", (batch, bad))):
+        after, metrics = run(step, state, *window)
+        if bool(metrics.finite):
+            raise AssertionError(f"metrics: at 'finite': found True where the {place} of two is bad, expected False.")
+        for name in ("params", "opt_state", "buffers"):
+            assert_same_bits(getattr(after, name), getattr(state, name), f"{name}, where the {place} of two is bad")
+        # What the step keeps outside its state shows here.
+        assert_same_bits(run(step, state, batch)[0], expected, "the state after the window after the skipped one")
+
+
 def no_tensor_is_read_on_the_host(step: Stepper, state: TrainState, batch: Any) -> None:
     in_fake_mode(lambda state, batch: step(state, [batch, batch]), state, batch)
 
@@ -144,4 +159,5 @@ LAWS = (
     the_metrics_are_what_they_should_be,
 )
 SKIP_LAWS = (a_skip_is_a_transaction,)
+PLACE_LAWS = (one_bad_micro_batch_spoils_its_window_and_no_other,)
 HOST_LAWS = (no_tensor_is_read_on_the_host,)
