@@ -51,7 +51,8 @@ def save(path: str | os.PathLike[str], flat: Mapping[str, Tensor]) -> None:
         write path.tmp; fsync; keep the old file as path.previous, if it is good; rename path.tmp to path
 
     The old file is read once to find out whether it is good: a damaged one never takes the place of the last good
-    one. At most three files exist at a time, each of the size of the tensors. One process may write a path.
+    one. At most three files exist at a time, each of the size of the tensors. One process may write a path. A link
+    stays one, and what it leads to is written; the permissions of an old file are those of the new one.
 
     Args:
         path: where to; `path.tmp` and `path.previous` beside it are used too.
@@ -67,7 +68,7 @@ def save(path: str | os.PathLike[str], flat: Mapping[str, Tensor]) -> None:
     ...     load(os.path.join(folder, "run.ckpt"))
     {'w': tensor([1., 1.])}
     """
-    path = os.fspath(path)
+    path = _target(path)
     _check_flat(flat)
     temporary, previous = f"{path}.tmp", f"{path}.previous"
     try:
@@ -75,6 +76,8 @@ def save(path: str | os.PathLike[str], flat: Mapping[str, Tensor]) -> None:
             _write(file, flat)
             file.flush()
             os.fsync(file.fileno())
+        if os.path.exists(path):
+            shutil.copymode(path, temporary)
         if _is_good(path):
             _keep(path, previous)
         os.replace(temporary, path)
@@ -105,7 +108,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         FileNotFoundError: where there is neither.
         ValueError: where neither is good; what is wrong with each is said.
     """
-    path = os.fspath(path)
+    path = _target(path)
     previous = f"{path}.previous"
     if not os.path.exists(path) and not os.path.exists(previous):
         raise FileNotFoundError(f"{path}: found no such file, nor {previous}. Remedy: pass the path given to save.")
@@ -123,6 +126,12 @@ def load(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         ) from None
     warnings.warn(f"{path}: {newest}. {previous}, the one saved before it, is read in its place.", stacklevel=2)
     return flat
+
+
+def _target(path: str | os.PathLike[str]) -> str:
+    """Where a link leads to: a rename would take the place of the link, and leave the file behind it as it was."""
+    path = os.fspath(path)
+    return os.path.realpath(path) if os.path.islink(path) else path
 
 
 class _Damaged(ValueError):

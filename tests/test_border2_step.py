@@ -249,3 +249,30 @@ def test_windows_without_weight_say_nothing_about_the_scale(scaler: fa.DynamicSc
     assert run(fa.make_step(lambda p, x: fa.Loss(square(p, x), weight=0), optimizer)) == []
     overflow = run(fa.make_step(lambda p, x: square(p, x) * torch.inf, optimizer))
     assert overflow == (["floor"] if scaler.min_scale == 1 else ["scale below 1"])
+
+
+# Files
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_to_a_file_stays_a_link_as_with_torch_save(tmp_path: Path, dangling: bool):
+    target, link = tmp_path / "run.7", tmp_path / "latest"
+    if not dangling:
+        fa.save(target, {"w": torch.zeros(2)})
+    link.symlink_to(target.name)
+    for value in (1.0, 2.0):
+        fa.save(link, {"w": torch.full((2,), value)})
+        assert link.is_symlink()
+        assert fa.load(target)["w"].tolist() == fa.load(link)["w"].tolist() == [value] * 2
+    target.write_bytes(target.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="is read in its place"):
+        assert fa.load(link)["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_file_keeps_its_permissions_as_with_torch_save(tmp_path: Path):
+    path = tmp_path / "run"
+    for saved in (lambda: torch.save({}, path), lambda: fa.save(path, {"w": torch.zeros(2)})):
+        saved()
+        path.chmod(0o600)
+        saved()
+        assert path.stat().st_mode & 0o777 == 0o600
