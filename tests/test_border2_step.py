@@ -276,3 +276,28 @@ def test_a_file_keeps_its_permissions_as_with_torch_save(tmp_path: Path):
         path.chmod(0o600)
         saved()
         assert path.stat().st_mode & 0o777 == 0o600
+
+
+# Ranks whose optimizer draws
+
+
+def drawing_on(rank: int) -> tuple[Tensor, Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    optimizer = fa.chain(fa.add_noise(0.5), fa.sgd(0.1))
+    step = fa.make_step(
+        lambda p, x: torch.nn.functional.dropout(p["w"] * x, 0.5).sum(), optimizer, mesh=init_device_mesh("cpu", (2,))
+    )
+    state = fa.init_state({"w": torch.ones(64)}, optimizer, fa.NoScale())
+    with fa.seeded(1000 + rank):
+        state = step.accumulate(state, torch.ones(64))
+    assert state.window is not None
+    with fa.seeded(1):
+        return state.window.grads.tree["w"], step.update(state)[0].params["w"]
+
+
+@pytest.mark.slow
+def test_ranks_with_a_seed_each_and_one_for_the_update_stay_the_same(tmp_path: Path):
+    (masked, w), (other, other_w) = on_ranks(drawing_on, tmp_path, 2)
+    assert not torch.equal(masked, other)
+    assert torch.equal(w, other_w)

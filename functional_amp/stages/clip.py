@@ -69,7 +69,8 @@ def clip(grads: ScaledGrads | PyTree, max_norm: float | None, *, norm_type: floa
         max_norm: > 0, in true units. None turns clipping off and inf clips nothing; the norm is
             measured all the same.
         norm_type: p >= 1, or inf.
-        eps: added to the norm that is divided by; 1e-6 is `torch.nn.utils.clip_grad_norm_`'s.
+        eps: added to the norm that is divided by; 1e-6 is `torch.nn.utils.clip_grad_norm_`'s, which also makes
+            norms smaller that are within eps below max_norm.
 
     Returns:
         grads: what was given, bit for bit where the norm is at most max_norm or is not finite
