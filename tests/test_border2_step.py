@@ -37,6 +37,18 @@ def test_the_windows_of_a_stream_are_those_of_its_loader(batch_size: int | None)
     assert torch.equal(torch.cat([x.reshape(-1) for window in taken for x in window]), torch.arange(5.0))
 
 
+def test_a_second_epoch_over_windows_that_are_used_up_is_refused():
+    loader = [1, 2, 3]
+    windows = fa.windows(loader, 2)
+    assert next(windows) == [1, 2] and [*windows] == [[3]]
+    with pytest.raises(RuntimeError, match=r"gave its 2 windows.*Call windows") as caught:
+        list(windows)
+    assert "for each epoch" in str(caught.value)
+    assert [window for _ in range(2) for window in fa.windows(loader, 2)] == [[1, 2], [3]] * 2
+    empty = fa.windows([], 2)
+    assert [*empty, *empty] == []
+
+
 # Sums, of which one does not count
 
 

@@ -137,14 +137,22 @@ class Windows(Generic[T]):
     def __init__(self, loader: Iterable[T], n: int):
         self._n, self._left = n, _length(loader)
         self._micro_batches = iter(loader)
+        self._given, self._ended = 0, False
 
     def __iter__(self) -> Iterator[list[T]]:
+        if self._ended and self._given:
+            raise RuntimeError(
+                f"windows: found an iterator that gave its {self._given} windows, expected one that has some left: a "
+                "second epoch over it would be empty. Call windows(loader, n) anew for each epoch."
+            )
         return self
 
     def __next__(self) -> list[T]:
         window = list(islice(self._micro_batches, self._n))
         if not window:
+            self._ended = True
             raise StopIteration
+        self._given += 1
         if self._left is not None:
             self._left = max(self._left - len(window), 0)
         return window
@@ -209,7 +217,8 @@ def windows(loader: Iterable[T], n: int) -> Windows[T]:
 
     Returns:
         An iterator of lists of n micro-batches; the last is shorter where the loader ends early. None
-        is lost. `len` is the windows that are left, where the loader has a length.
+        is lost. `len` is the windows that are left, where the loader has a length. One is for one epoch: a loop over
+        one that is at its end raises.
 
     Raises:
         TypeError, ValueError: at the call, for an n that is not an int or below 1, a loader that is not an
