@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from functional_amp.ranks.agree import naming_ranks, over_ranks
 from functional_amp.ranks.mesh import Inner, Ranks, as_ranks, inner_groups, loss_groups
 from functional_amp.registry import with_fields
 from functional_amp.selection import select
-from functional_amp.stages.accumulate import alike
+from functional_amp.stages.accumulate import alike, is_window
 from functional_amp.stages.aux import aux_mean, aux_sum
 from functional_amp.stages.clip import check_clip, clip
 from functional_amp.stages.differentiate import (
@@ -130,8 +130,7 @@ class Step:
             TypeError: for a tensor, a dict or a NamedTuple in place of a list of micro-batches, or for
                 micro-batches of different structure or dtypes.
         """
-        one = isinstance(micro_batches, (Tensor, Mapping, str, bytes)) or hasattr(micro_batches, "_fields")
-        if one or not isinstance(micro_batches, Iterable):
+        if not is_window(micro_batches):
             raise TypeError(
                 f"micro_batches: found {type(micro_batches).__name__}, expected a list of micro-batches. "
                 "For a window of one write step(state, [micro_batch])."

@@ -6,13 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy
+import optree
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import functional_amp as fa
-from functional_amp.debug import check_health, init_history, record
+from functional_amp.debug import check_health, explain, init_history, record
 from functional_amp.ranks import gather, shard, sharded
 from tests.on_ranks import on_ranks
 
@@ -313,3 +315,41 @@ def test_ranks_with_a_seed_each_and_one_for_the_update_stay_the_same(tmp_path: P
     (masked, w), (other, other_w) = on_ranks(drawing_on, tmp_path, 2)
     assert not torch.equal(masked, other)
     assert torch.equal(w, other_w)
+
+
+# Remedies
+
+
+def test_an_array_is_one_batch_and_no_window_as_a_tensor_is():
+    step = fa.make_step(lambda p, x: square(p, torch.from_numpy(x)), fa.sgd(0.1))
+    state, batch = fa.init_state({"w": torch.ones(2)}, fa.sgd(0.1), fa.NoScale()), numpy.ones((3, 2), numpy.float32)
+    for window in (batch, torch.from_numpy(batch)):
+        with pytest.raises(TypeError, match=r"micro_batches: found .*write step\(state, \[micro_batch\]\)"):
+            step(state, window)
+        with pytest.raises(TypeError, match=r"window: found .*For a window of one"):
+            explain(step, state, window)
+    assert step(state, [batch])[1].loss == 6
+
+
+def test_the_remedy__micro_batches_with_numbers_are_stacked_for_scan():
+    step = fa.make_step(lambda p, b: square(p, b["x"]) * b["n"], fa.sgd(0.1))
+    state = fa.init_state({"w": torch.ones(2)}, fa.sgd(0.1), fa.NoScale())
+    window = [{"x": torch.full((2,), value), "n": 2 * value, "none": None} for value in (1.0, 2.0)]
+    with pytest.raises(ValueError, match="Stack the micro-batches, numbers too: ") as caught:
+        step.scan(state, {**window[0], "x": torch.ones(2, 2)})
+    remedy = str(caught.value).partition("numbers too: ")[2].rstrip(".")
+    stacked = eval(remedy, {"optree": optree, "torch": torch, "window": window})
+    found, expected = step.scan(state, stacked)[0], step(state, window)[0]
+    assert torch.equal(found.params["w"], expected.params["w"])
+
+
+def test_the_remedy__the_scale_that_explain_names_is_the_very_one_that_works():
+    """65519.9 is the last tenth below what float16 rounds to inf: a scale 4e-6 above the power of two is too large."""
+    step = fa.make_step(lambda p, x: (p["w"].half().float() * x).sum(), fa.sgd(0.1))
+    state = fa.init_state({"w": torch.ones(1)}, fa.sgd(0.1), fa.StaticScale(2.0**21))
+    window = [torch.tensor([65519.9 / 2**20])]
+    why = explain(step, state, window)
+    assert why.largest_good_scale == 2.0**20
+    remedy = why.advice.partition("by itself: ")[2].partition(")).")[0] + "))"
+    state = eval(remedy, {"dataclasses": dataclasses, "state": state, "DynamicScale": fa.DynamicScale})
+    assert step(state, window)[1].applied

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from functional_amp.debug.replay import (
     settled,
 )
 from functional_amp.engine.sharded import is_sharded
+from functional_amp.stages.accumulate import is_window
 from functional_amp.stages.differentiate import Backend, check_backend
 from functional_amp.step import Step
 from functional_amp.tree import flatten, paths
@@ -172,8 +173,7 @@ def _checked(state: Any, window: Any) -> list[Any]:
             f"state: found DTensors at {sharded[:3]} in params, expected plain tensors: operators on their parts are "
             "not followed. Explain it on one rank, with leaf.full_tensor() in place of each."
         )
-    one = isinstance(window, (Tensor, Mapping, str, bytes)) or hasattr(window, "_fields")
-    if one or not isinstance(window, Iterable):
+    if not is_window(window):
         raise TypeError(
             f"window: found {type(window).__name__}, expected a list of micro-batches. "
             "For a window of one write explain(loss_fn, state, [micro_batch]). For the stacked window of step.scan: "

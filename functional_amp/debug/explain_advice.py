@@ -97,7 +97,8 @@ def _about_scale(stage: str, scale: float, good: float, scaler: Scaler) -> str:
     skips, name = _skips_until(good, scale, scaler), type(scaler).__name__
     text = f"The scale is too large for this window: {scale_text(good)} works and {scale_text(2 * good)} does not. "
     if skips is None:
-        text += f"This {name} does not get there by itself: dataclasses.replace(state, scaler=DynamicScale({good:g}))."
+        number = f"{good:g}" if float(f"{good:g}") == good else repr(good)  # six digits of 2**20 are more than it
+        text += f"This {name} does not get there by itself: dataclasses.replace(state, scaler=DynamicScale({number}))."
     else:
         text += f"This {name} gets there in at most {skips} skipped window{'s' if skips > 1 else ''}."
     if good < 1:

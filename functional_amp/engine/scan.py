@@ -67,7 +67,8 @@ def _length(micro_batches: PyTree, flat: Flat) -> int:
     if len(found) != 1 or None in found:
         raise ValueError(
             f"micro_batches: found the first sizes {sizes}, expected tensors with one first size, the length of the "
-            "window. Stack the micro-batches: optree.tree_map(lambda *leaves: torch.stack(leaves), *window)."
+            "window. Stack the micro-batches, numbers too: "
+            "optree.tree_map(lambda *leaves: torch.stack([*map(torch.as_tensor, leaves)]), *window)."
         )
     (n,) = found
     if n == 0:

@@ -174,6 +174,12 @@ def _length(loader: Iterable[Any]) -> int | None:
         return None
 
 
+def is_window(value: Any) -> bool:
+    """Whether a value may be a window: an iterable that is not one batch (a tensor, an array, a dict, a NamedTuple)."""
+    one = isinstance(value, (Tensor, Mapping, str, bytes)) or hasattr(value, "_fields") or hasattr(value, "__array__")
+    return not one and isinstance(value, Iterable)
+
+
 def alike(micro_batches: Iterable[T]) -> Iterable[T]:
     """The micro-batches of a window, after a look whether they are of one kind; shapes may differ.
 
