@@ -11,6 +11,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as torch_pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 import functional_amp as fa
@@ -353,3 +354,35 @@ def test_the_remedy__the_scale_that_explain_names_is_the_very_one_that_works():
     remedy = why.advice.partition("by itself: ")[2].partition(")).")[0] + "))"
     state = eval(remedy, {"dataclasses": dataclasses, "state": state, "DynamicScale": fa.DynamicScale})
     assert step(state, window)[1].applied
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}])
+def test_the_state_of_another_chain_is_refused_by_name(options: dict[str, Any]):
+    members = {"ema": fa.ema(0.9), "add_noise": fa.add_noise(0.1), "": fa.clip_by_value(1.0)}
+    for name, member in members.items():
+        for other in ("ema", "add_noise"):
+            if name == other:
+                continue
+            first, second = fa.chain(member, fa.sgd(0.1)), fa.chain(members[other], fa.sgd(0.1))
+            state = fa.init_state({"w": torch.ones(2)}, first, fa.NoScale())
+            with pytest.raises(TypeError, match=rf"opt_state: found \w+ for {other}, expected"):
+                fa.make_step(square, second, **options)(state, [torch.ones(2)])
+
+
+def test_histories_that_vmap_has_stacked_are_told_and_read_one_by_one():
+    optimizer = fa.sgd(0.1)
+    step = fa.make_step(square, optimizer)
+    state = fa.init_state({"w": torch.ones(2)}, optimizer, fa.NoScale())
+    states, histories = (
+        torch_pytree.tree_map(lambda leaf: torch.stack([leaf] * 2), x) for x in (state, init_history(state))
+    )
+    _, metrics = torch.vmap(lambda state, x: step(state, [x]))(states, torch.ones(2, 2))
+    with pytest.raises(ValueError, match="Call record inside the vmap"):
+        record(init_history(state), metrics)
+    histories = torch.vmap(record)(histories, metrics)
+    with pytest.raises(ValueError, match="Read one member: ") as caught:
+        str(histories)
+    with pytest.raises(ValueError, match="Read one member: "):
+        histories.overflowing_leaves()
+    remedy = str(caught.value).partition("Read one member: ")[2].rstrip(".")
+    assert eval(remedy, {"optree": optree, "history": histories}).to_dict()["loss"] == [2.0]

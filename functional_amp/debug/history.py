@@ -54,6 +54,7 @@ class History:
         >>> init_history(init_state(torch.ones(1), sgd(0.1))).to_dict()["window"]
         []
         """
+        self._check_one()
         count = int(self.count)
         rows = self.rows[-min(count, self.rows.shape[0]) :].tolist() if count else []
         columns: dict[str, list[Any]] = {"window": list(range(count - len(rows) + 1, count + 1))}
@@ -64,8 +65,16 @@ class History:
 
     def overflowing_leaves(self) -> dict[str, int]:
         """Read in how many windows each leaf was not finite: those that ever were, the most frequent first."""
+        self._check_one()
         counts = sorted(zip(self.paths, self.overflows.tolist()), key=lambda pair: -pair[1])
         return {path: number for path, number in counts if number}
+
+    def _check_one(self) -> None:
+        if self.count.dim():
+            raise ValueError(
+                f"history: found {len(self.count)} histories that vmap has stacked, expected one. Read one member: "
+                "optree.tree_map(lambda leaf: leaf[0], history)."
+            )
 
     def to_csv(self, path: str | Path) -> None:
         """Write the columns of `to_dict` as a file of comma-separated values, with a header."""
@@ -194,6 +203,11 @@ def record(history: History, metrics: Metrics, nonfinite: Tensor | None = None) 
         raise TypeError(f"history: found {type(history).__name__}, expected the History of init_history or record.")
     if not isinstance(metrics, Metrics):
         raise TypeError(f"metrics: found {type(metrics).__name__}, expected the Metrics that step.update returns.")
+    if metrics.loss.dim():
+        raise ValueError(
+            f"metrics: found those of {len(metrics.loss)} windows that vmap has stacked, expected those of one. "
+            "Call record inside the vmap, with a history for each member."
+        )
     counts = history.overflows if nonfinite is None else history.overflows + _checked(nonfinite, history.overflows)
     # The fewest kernels: each takes some 2 µs. `float` is the fastest cast, and one that changes nothing is not free.
     flags = metrics.finite.float(), metrics.applied.float()

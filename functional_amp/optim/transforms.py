@@ -94,6 +94,7 @@ def add_noise(std: float | Schedule) -> Transform:
         std = check_non_negative(std, "std")
 
     def update(grads: PyTree, count: Tensor, params: PyTree) -> tuple[PyTree, Tensor]:
+        _check_state(count, Tensor, "add_noise")
         spread = _at(std, count, lambda value: check_non_negative(value, "std"))
 
         def noisy(grad: Tensor) -> Tensor:
@@ -140,6 +141,7 @@ def ema(decay: float | Schedule) -> Transform:
         return leaf.detach().to(dtype, copy=True) if is_differentiable(leaf) else None
 
     def after(params: PyTree, state: EmaState) -> EmaState:
+        _check_state(state, EmaState, "ema")
         now = _at(decay, state.step, lambda value: check_unit_interval(value, "decay", closed=True))
         flat = flatten(state.average)
 
@@ -157,6 +159,15 @@ def ema(decay: float | Schedule) -> Transform:
         return EmaState(zero_count(params), flat.unflatten([None if x is None else copied(x) for x in flat.leaves]))
 
     return Transform(init, None, after)
+
+
+def _check_state(state: Any, kind: type, name: str) -> None:
+    """Raises TypeError for the state of another member of a chain."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"opt_state: found {type(state).__name__} for {name}, expected {kind.__name__}. Take it from the init of "
+            "this very chain: a state belongs to a place in it."
+        )
 
 
 def _at(value: float | Callable[[Tensor], Any], count: Tensor, check: Callable[[Any], float]) -> Any:
