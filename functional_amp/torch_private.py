@@ -121,6 +121,11 @@ def reaches_this_level(tensor: Tensor) -> bool:
     return functorch.maybe_get_level(tensor) == level and tensor.requires_grad
 
 
+def has_derivative(tensor: Tensor) -> bool:
+    """Whether a tensor depends on what is being differentiated now, by torch.func or by the engine."""
+    return reaches_this_level(tensor) if functorch_active() else tensor.requires_grad
+
+
 def levels(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor as each `torch.func` transform around it sees it: the innermost first, without any last."""
     functorch: Any = cast(Any, torch._C)._functorch

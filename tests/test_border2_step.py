@@ -11,6 +11,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.utils import _pytree as torch_pytree
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -386,3 +387,53 @@ def test_histories_that_vmap_has_stacked_are_told_and_read_one_by_one():
         histories.overflowing_leaves()
     remedy = str(caught.value).partition("Read one member: ")[2].rstrip(".")
     assert eval(remedy, {"optree": optree, "history": histories}).to_dict()["loss"] == [2.0]
+
+
+# Weights
+
+COMPILED = pytest.param({"compile": AOT}, marks=pytest.mark.slow)
+BACKENDS = [{}, {"backend": "func"}, {"backend": "autograd"}, {"donate": True}, COMPILED]
+
+
+def error(params: Any, x: Tensor) -> Tensor:
+    return (params["w"] * x).sum()
+
+
+def confidence(params: Any, x: Tensor) -> Tensor:
+    return error(params, x).exp()
+
+
+@pytest.mark.parametrize("options", BACKENDS)
+def test_a_weight_computed_from_the_parameters_is_refused_and_its_remedies_work(options: dict[str, Any]):
+    optimizer, window = fa.sgd(0.1), [torch.full((2,), value) for value in (0.1, 0.2)]
+
+    def updated(loss_fn: Any) -> Tensor:
+        state = fa.init_state({"w": torch.ones(2)}, optimizer, fa.StaticScale(8.0))
+        return fa.make_step(loss_fn, optimizer, **options)(state, window)[0].params["w"]
+
+    error_type, refused = ValueError, "found one computed from the parameters"
+    if options.get("compile"):
+        error_type, refused = Unsupported, "Observed exception"
+    with pytest.raises(error_type, match=refused):
+        updated(lambda p, x: fa.Loss(error(p, x), weight=confidence(p, x)))
+
+    w = torch.ones(2, requires_grad=True)
+    errors, weights = (torch.stack([f({"w": w}, x) for x in window]) for f in (error, confidence))
+    (grad,) = torch.autograd.grad((errors * weights.detach()).sum() / weights.detach().sum(), w, retain_graph=True)
+    found = updated(lambda p, x: fa.Loss(error(p, x), weight=confidence(p, x).detach()))
+    torch.testing.assert_close(found, 1 - 0.1 * grad)
+    (grad,) = torch.autograd.grad((errors * weights).sum(), w)
+    found = updated(lambda p, x: fa.Loss(confidence(p, x) * error(p, x), reduction="sum"))
+    torch.testing.assert_close(found, 1 - 0.1 * grad)
+
+
+def test_a_weight_that_an_outer_derivative_learns_is_a_weight():
+    """Of sum(w * l) / sum(w) with losses 2 and 8 of parameters 1, the derivative by the first weight at 1 and 1."""
+
+    def after(weight: Tensor) -> Tensor:
+        step = fa.make_step(lambda p, b: fa.Loss((p * b[0]).sum(), weight=b[1]), fa.sgd(0.1))
+        state = fa.init_state(torch.ones(1), fa.sgd(0.1), fa.NoScale())
+        window = [(torch.tensor([2.0]), weight), (torch.tensor([8.0]), torch.tensor(1.0))]
+        return step(state, window)[0].params.sum()
+
+    assert torch.func.grad(after)(torch.tensor(1.0)).item() == pytest.approx(-0.1 * (2 * 2 - (2 + 8)) / 4)

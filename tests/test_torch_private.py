@@ -298,6 +298,20 @@ def public_names(module: Any) -> set[str]:
     return {name for name in defined if not name.startswith("_")}
 
 
+def test_has_derivative_by_torch_func_or_by_the_engine():
+    """`_C._functorch`: a loss weight that is computed from the parameters would be taken for a count."""
+    found = []
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        found.append([private.has_derivative(value) for value in (x * 2, y, x.detach())])
+        return (x * y).sum()
+
+    x, y = torch.ones(2), torch.ones(2)
+    torch.func.grad(lambda y: torch.func.grad(loss)(x, y).sum())(y)  # y is of the outer derivative alone
+    loss(x.requires_grad_(), y)
+    assert found == [[True, False, False]] * 2
+
+
 def test_each_name_of_the_room_has_a_test_that_says_what_breaks():
     tests = [name for name in globals() if name.startswith("test_")]
     untested = [name for name in public_names(private) if not any(name in test for test in tests)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_amp.checks import check_number
 from functional_amp.dtypes import FLOAT32_MAX, FLOAT32_TINY, accumulation_dtype, is_differentiable, like
 from functional_amp.registry import register, with_fields
+from functional_amp.torch_private import has_derivative
 from functional_amp.tree import PyTree, flatten_tensors, path_name
 from functional_amp.values.scaler import scale_tensor
 
@@ -118,6 +119,11 @@ def as_loss(returned: Any, weight: float | Tensor = 1.0) -> Loss:
         )
     if not value.is_floating_point():
         raise TypeError(f"loss_fn: found a loss of {value.dtype}, expected a real floating-point one.")
+    if isinstance(loss.weight, Tensor) and has_derivative(loss.weight):
+        raise ValueError(
+            "weight: found one computed from the parameters, expected a count, which is a constant to the gradient. "
+            "Write weight.detach(), or multiply it into a sum: Loss(weight * value, reduction='sum')."
+        )
     if not is_one(weight):
         if not is_one(loss.weight):
             raise ValueError(
