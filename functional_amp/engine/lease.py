@@ -56,15 +56,17 @@ class Lease(Fresh):
         flat, held = _leaves_of(state), [] if self._held is None else self._held.leaves
         if state.window is None:
             self._close_window(flat.leaves)
-        known = min(len(held), len(flat.leaves))  # a window comes and goes at the end
-        if not same_leaves(held[:known], flat.leaves[:known]):
-            known = 0
-        opened = flat.leaves[known:]
+        # Nothing here moves a tensor: whoever did it meanwhile is found by `holds`.
+        known = min(len(held), len(flat.leaves))
+        fresh = [index for index in range(known) if flat.leaves[index] is not held[index]]
+        fresh += range(known, len(flat.leaves))
+        opened = [flat.leaves[index] for index in fresh]
         if all([type(leaf) is Tensor for leaf in opened if isinstance(leaf, Tensor)]):
-            # Nothing here moves a tensor: whoever did it meanwhile is found by `holds`.
-            count = sum([isinstance(leaf, Tensor) for leaf in flat.leaves[:known]])
-            places = [[*before[:count], *after] for before, after in zip(self._places, _places(opened), strict=True)]
-            self._held, self._places = flat, places
+            self._held = flat
+            for places, looks in zip(self._places, _places(opened), strict=True):
+                places[known:] = [None] * (len(flat.leaves) - known)
+                for index, look in zip(fresh, looks, strict=True):
+                    places[index] = look
 
     def writing(self, what: Literal["window", "state"]) -> None:
         """To be called before a write."""
@@ -278,5 +280,8 @@ def _leaves_of(state: TrainState) -> Flat:
 
 def _places(leaves: list[Any]) -> list[list[Any]]:
     """Where the tensors lie: `leaf.data = ...` keeps a tensor, and changes its address or its strides."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf if isinstance(leaf, Tensor) else _NOWHERE for leaf in leaves]
     return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride)]
+
+
+_NOWHERE = torch.empty(0)
