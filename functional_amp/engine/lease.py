@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast
 
@@ -14,7 +14,16 @@ from torch import Tensor
 
 from functional_amp.engine.operators import before_writing
 from functional_amp.engine.sharded import locals_of
-from functional_amp.engine.storage import Fresh, cloned, dense, is_disjoint, is_sole_owner, unshared, write_into
+from functional_amp.engine.storage import (
+    Fresh,
+    cloned,
+    dense,
+    is_disjoint,
+    is_sole_owner,
+    unshared,
+    versioned,
+    write_into,
+)
 from functional_amp.registry import new, with_fields
 from functional_amp.torch_private import dynamo_exception
 from functional_amp.tree import Flat, PyTree, flatten, same_leaves
@@ -105,13 +114,12 @@ class Lease(Fresh):
 
     def working(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         works = [dense(leaf) for leaf in leaves]
-        self.writing_to(works)
+        self.writing_to(versioned(works))
         return works
 
-    def writing_to(self, leaves: Iterable[Tensor]) -> None:
+    def writing_to(self, leaves: Sequence[Tensor]) -> None:
         self.writing("state")
-        # The kernels themselves move no version counter.
-        torch.autograd.graph.increment_version([leaf for leaf in leaves if not leaf.is_inference()])
+        torch.autograd.graph.increment_version(leaves)  # the kernels themselves move no version counter
 
     def scratch(self, grads: Sequence[Tensor]) -> list[Tensor]:
         if len(grads) <= len(self._sums) and set(map(id, grads)) <= set(map(id, self._sums)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import divided
-from functional_amp.engine.storage import Storage, dense
+from functional_amp.engine.storage import Storage, dense, versioned
 from functional_amp.optim.kernels import Kernel
 from functional_amp.tree import Flat, same_leaves
 
@@ -77,8 +77,7 @@ def _group(indices: list[int], columns: list[list[Any]], gradients: list[Any], l
     lists = [[column[index] for index in indices] for column in columns]
     if not all([_is_plain(leaf, dtype) for leaves in lists for leaf in leaves]):
         return group
-    written = [leaf for leaves in lists for leaf in leaves if not leaf.is_inference()]
-    return group._replace(works=lists, written=written)
+    return group._replace(works=lists, written=versioned(leaf for leaves in lists for leaf in leaves))
 
 
 def _is_plain(leaf: Tensor, dtype: torch.dtype) -> bool:
