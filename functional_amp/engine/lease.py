@@ -26,7 +26,7 @@ from functional_amp.engine.storage import (
 )
 from functional_amp.registry import new, with_fields
 from functional_amp.torch_private import dynamo_exception
-from functional_amp.tree import Flat, PyTree, flatten, same_leaves
+from functional_amp.tree import PyTree, flatten_again, same_leaves
 from functional_amp.values.state import GIVEN, LOST, LOST_WINDOW, TrainState
 
 R = TypeVar("R")
@@ -46,7 +46,9 @@ class Lease(Fresh):
 
     def __init__(self) -> None:
         self.written: Literal["nothing", "window", "state"] = "nothing"
-        self._held: Flat | None = None
+        self._held: list[Any] = []
+        self._specs: list[Any] = []
+        self._seen: list[Any] = [None, None]
         self._places: list[list[Any]] = [[], [], []]
         self._remembered: dict[Hashable, Any] = {}
         self._recorded: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -54,26 +56,23 @@ class Lease(Fresh):
 
     def holds(self, state: TrainState) -> bool:
         """Whether a state has the very leaves that were returned last, in the places where they were."""
-        if self._held is None:
-            return False
-        flat = _leaves_of(state)
-        same = same_leaves(flat.leaves, self._held.leaves)
-        return same and flat.spec == self._held.spec and _places(flat.leaves) == self._places
+        leaves, specs = self._flattened(state)
+        return same_leaves(leaves, self._held) and specs == self._specs and _places(leaves) == self._places
 
     def hold(self, state: TrainState) -> None:
         """Takes note of a state that is about to be returned."""
-        flat, held = _leaves_of(state), [] if self._held is None else self._held.leaves
+        leaves, specs = self._flattened(state)
         if state.window is None:
-            self._close_window(flat.leaves)
+            self._close_window(leaves)
         # Nothing here moves a tensor: whoever did it meanwhile is found by `holds`.
-        known = min(len(held), len(flat.leaves))
-        fresh = [index for index in range(known) if flat.leaves[index] is not held[index]]
-        fresh += range(known, len(flat.leaves))
-        opened = [flat.leaves[index] for index in fresh]
+        known = min(len(self._held), len(leaves))
+        fresh = [index for index in range(known) if leaves[index] is not self._held[index]]
+        fresh += range(known, len(leaves))
+        opened = [leaves[index] for index in fresh]
         if all([type(leaf) is Tensor for leaf in opened if isinstance(leaf, Tensor)]):
-            self._held = flat
+            self._held, self._specs = leaves, specs
             for places, looks in zip(self._places, _places(opened), strict=True):
-                places[known:] = [None] * (len(flat.leaves) - known)
+                places[known:] = [None] * (len(leaves) - known)
                 for index, look in zip(fresh, looks, strict=True):
                     places[index] = look
 
@@ -164,6 +163,16 @@ class Lease(Fresh):
     def own(self, sums: list[Tensor | None]) -> None:
         """Takes note that these sums are nobody else's."""
         self._sums = sums
+
+    def _flattened(self, state: TrainState) -> tuple[list[Any], list[Any]]:
+        """What is written to, or recorded with, by what was made for the last state, and the structures of that."""
+        window = state.window
+        trees: list[Any] = [(state.params, state.opt_state, state.buffers)]
+        trees += [] if window is None else [(window.grads.tree, window.params)]
+        flats = [flatten_again(tree, seen) for tree, seen in zip(trees, self._seen)]
+        specs = [flat.spec for flat in flats]
+        self._seen[: len(specs)] = specs
+        return locals_of([leaf for flat in flats for leaf in flat.leaves]), specs
 
     def _close_window(self, leaves: list[Any]) -> None:
         """Lets go of the sums, and of copies that the engine recorded with in place of the state's own leaves."""
@@ -276,14 +285,6 @@ def _while_compiling(error: BaseException) -> bool:
         return True
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame, _ in frames)
-
-
-def _leaves_of(state: TrainState) -> Flat:
-    """What is written to, or recorded with, by what was made for the last state."""
-    window = state.window
-    opened = None if window is None else (window.grads.tree, window.params)
-    flat = flatten((state.params, state.opt_state, state.buffers, opened))
-    return Flat(locals_of(flat.leaves), flat.spec)
 
 
 def _places(leaves: list[Any]) -> list[list[Any]]:

@@ -15,7 +15,7 @@ from functional_amp.mode import stage
 from functional_amp.optim.base import Optimizer, fitted, matched
 from functional_amp.optim.fused import Plan, plan_of, run_group
 from functional_amp.optim.kernels import Kernel
-from functional_amp.tree import Flat, PyTree, flatten, flatten_tensors, paths
+from functional_amp.tree import Flat, PyTree, flatten, flatten_again, flatten_tensors, paths
 
 
 class LeafUpdate(NamedTuple):
@@ -137,7 +137,8 @@ def leafwise(
             )
             return all_sharded_like(new_params, params), all_sharded_like(new_state, opt_state)
         count = count_of(opt_state)
-        flats = [param_flat, flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(state_dtypes)])]
+        trees = [grads, *opt_state[1 : 1 + len(state_dtypes)]]
+        flats = [param_flat, *(flatten_again(tree, param_flat.spec) for tree in trees)]
 
         def make(lasting: bool) -> Plan:
             checked, taken = _columns(grads, params, opt_state, state_dtypes)
