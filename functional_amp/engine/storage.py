@@ -128,8 +128,8 @@ def dense(leaf: Tensor) -> Tensor:
 
 
 def versioned(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Those of some leaves that have a version counter."""
-    return [leaf for leaf in leaves if not leaf.is_inference()]
+    """Those of some leaves that have a version counter; a graph has no others."""
+    return [leaf for leaf in leaves if in_graph() or not leaf.is_inference()]
 
 
 def is_sole_owner(tensor: Tensor) -> bool:
