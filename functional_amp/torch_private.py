@@ -46,6 +46,11 @@ def below_modes() -> Any:
     return torch._C.DisableTorchFunction()
 
 
+def any_watching() -> bool:
+    """Whether a mode on this thread sees, or replaces, what each operator does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def fused_sgd(*args: Any, **kwargs: Any) -> Any:
     """torch's kernel for a list of leaves, in place; the one `torch.optim.SGD(fused=True)` runs."""
     return torch._fused_sgd_(*args, **kwargs)

@@ -135,6 +135,14 @@ def test_below_modes_hides_from_modes_what_a_kernel_asks():
     assert len(seen) == 1
 
 
+def test_any_watching_knows_the_modes_that_see_operators():
+    # When it moves, a mode that makes fake tensors sees the norm look at a number that is not there.
+    assert not private.any_watching()
+    with FakeTensorMode():
+        assert private.any_watching()
+    assert not private.any_watching()
+
+
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_fused_sgd_is_the_kernel_of_torch_optim_sgd(scale):
     # When an argument moves, every SGD update fails or follows another rule.
