@@ -16,7 +16,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 import functional_amp as fa
-from functional_amp.debug import check_health, explain, init_history, record
+from functional_amp.debug import check_health, explain, init_history, record, underflow_report
 from functional_amp.ranks import gather, shard, sharded
 from tests.on_ranks import on_ranks
 
@@ -437,3 +437,20 @@ def test_a_weight_that_an_outer_derivative_learns_is_a_weight():
         return step(state, window)[0].params.sum()
 
     assert torch.func.grad(after)(torch.tensor(1.0)).item() == pytest.approx(-0.1 * (2 * 2 - (2 + 8)) / 4)
+
+
+def test_a_step_in_place_of_a_loss_function_is_told_and_its_loss_function_is_the_remedy():
+    params, x = {"w": torch.ones(2)}, torch.ones(2)
+    step: Any = fa.make_step(square, fa.sgd(0.1))
+    uses = {
+        "scale_backward": lambda f: fa.scale_backward(f, fa.NoScale(), params, x),
+        "unreached_paths": lambda f: fa.unreached_paths(f, params, x),
+        "underflow_report": lambda f: underflow_report(f, params, x, dtype=torch.float16),
+        "make_step": lambda f: fa.make_step(f, fa.sgd(0.1)),
+        "autocast": lambda f: fa.autocast(f, torch.bfloat16),
+        "freeze": lambda f: fa.freeze(f, lambda path, leaf: False),
+    }
+    for use in uses.values():
+        with pytest.raises(TypeError, match=r"found a step.*step\.loss_fn"):
+            use(step)
+        use(step.loss_fn)

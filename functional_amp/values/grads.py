@@ -101,6 +101,10 @@ def check_loss_fn(loss_fn: Any) -> None:
             f"loss_fn: found {type(loss_fn).__name__}, expected a function `loss_fn(params, *batch)`. "
             "Pass the function itself, not the loss that it gives."
         )
+    if callable(getattr(loss_fn, "accumulate", None)) and hasattr(loss_fn, "loss_fn"):
+        raise TypeError(
+            "loss_fn: found a step, expected a function `loss_fn(params, *batch)`. Pass the step's own: step.loss_fn."
+        )
 
 
 def as_loss(returned: Any, weight: float | Tensor = 1.0) -> Loss:
