@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import functional_amp as fa
 from functional_amp.debug import check_health, explain, init_history, record, underflow_report
-from functional_amp.ranks import gather, shard, sharded
+from functional_amp.ranks import broadcast, gather, shard, sharded
 from tests.on_ranks import on_ranks
 
 AOT = {"backend": "aot_eager"}
@@ -454,3 +454,20 @@ def test_a_step_in_place_of_a_loss_function_is_told_and_its_loss_function_is_the
         with pytest.raises(TypeError, match=r"found a step.*step\.loss_fn"):
             use(step)
         use(step.loss_fn)
+
+
+def sent_on(rank: int) -> list[tuple[Any, list[float]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rows = torch.arange(6.0).view(2, 3) + 10 * rank
+    images = (torch.arange(16.0).view(1, 2, 2, 4) + 10 * rank).to(memory_format=torch.channels_last)
+    given = [rows, rows.t(), images, rows[0, 0].expand(3)]
+    return [(leaf.stride(), leaf.flatten().tolist()) for leaf in broadcast(given, init_device_mesh("cpu", (2,)))]
+
+
+@pytest.mark.slow
+def test_what_is_broadcast_lies_in_memory_as_before(tmp_path: Path):
+    rows, images = torch.arange(6.0).view(2, 3), torch.arange(16.0).view(1, 2, 2, 4)
+    given = [rows, rows.t(), images.to(memory_format=torch.channels_last), torch.zeros(3)]
+    for found in on_ranks(sent_on, tmp_path, 2):
+        assert found == [(leaf.stride(), leaf.flatten().tolist()) for leaf in given]

@@ -92,7 +92,13 @@ def broadcast(tree: PyTree, mesh: DeviceMesh) -> PyTree:
     groups_of(mesh)
     flatten_tensors(tree, "tree")
     placements = [Replicate()] * mesh.ndim
-    return map_tensors(lambda leaf: distribute_tensor(leaf.detach().clone(), mesh, placements).to_local(), tree)
+
+    def sent(leaf: Tensor) -> Tensor:
+        own = leaf.detach().clone()
+        whole = distribute_tensor(own, mesh, placements).to_local()  # row by row in memory
+        return whole if whole.stride() == own.stride() else own.copy_(whole)
+
+    return map_tensors(sent, tree)
 
 
 def gather(leaf: Any, dtype: torch.dtype | None = None, like: Any = None) -> Any:
