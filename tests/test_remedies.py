@@ -421,8 +421,10 @@ row(
     "micro-batches that are not stacked",
     lambda: STEP.scan(state(), [X, X[:2]]),
     ValueError,
-    "optree.tree_map(lambda *leaves: torch.stack(leaves), *window)",
-    lambda: applied(STEP.scan(state(), optree.tree_map(lambda *leaves: torch.stack(leaves), *WINDOW))),
+    "optree.tree_map(lambda *leaves: torch.stack([*map(torch.as_tensor, leaves)]), *window)",
+    lambda: applied(
+        STEP.scan(state(), optree.tree_map(lambda *leaves: torch.stack([*map(torch.as_tensor, leaves)]), *WINDOW))
+    ),
 )
 
 WINDOW: list[Any] = [X, X]
