@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_amp.dtypes import accumulation_dtype, is_finite, like, norm_dtype
+from functional_amp.dtypes import accumulation_dtype, is_finite, like, norm_dtype, scalar_dtype
 from functional_amp.engine.operators import implement
 from functional_amp.engine.sharded import Parts, any_sharded, parts_of
 from functional_amp.mode import in_graph, transformed
@@ -53,7 +53,8 @@ def norm_of(leaves: Sequence[Tensor], norm_type: float) -> Norm:
     """The p-norm of all elements of float and complex leaves."""
     leaves = [leaf for leaf in leaves if leaf.numel()]
     single = norm_type == 2 and leaves and {leaf.dtype for leaf in leaves} <= _SINGLE and not transformed()
-    if single and all([leaf.is_cpu or leaf.is_cuda for leaf in leaves]):  # both have float64
+    known = all([leaf.is_cpu or leaf.is_cuda for leaf in leaves])
+    if single and known and scalar_dtype(leaves[0].device) == torch.float64:
         return _of_parts(leaves) if any_sharded(leaves) else _in_one_read(leaves)
     return _in_units(leaves, norm_type)
 
