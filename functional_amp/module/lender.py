@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from functional_amp.engine.moved import note_moves
 from functional_amp.engine.random import all_generators_kept
 from functional_amp.engine.unwritten import versions_of
 from functional_amp.module.copies import lists_of_weights, shared
@@ -172,6 +173,8 @@ class Lender:
             back=self._free.append,
             late=self._late.append,
         ).begin(output)
+        if returned:
+            note_moves(written)
         return output, {name: after[name] for name in buffers}, written
 
     def state_dict(self, tensors: Tensors) -> dict[str, Any]:

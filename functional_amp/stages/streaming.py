@@ -13,6 +13,7 @@ from functional_amp.checks import own_third
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, widened
 from functional_amp.engine.lease import Lease
 from functional_amp.engine.loans import lending
+from functional_amp.engine.moved import moves
 from functional_amp.engine.storage import Storage
 from functional_amp.engine.unwritten import unwritten
 from functional_amp.mode import mode, stage
@@ -21,7 +22,7 @@ from functional_amp.stages.accumulate import accumulate, add
 from functional_amp.stages.addition import added
 from functional_amp.stages.backward import ScaledLoss, scale_backward
 from functional_amp.stages.differentiate import Backend, check_reached, record_loss, recording
-from functional_amp.tree import PyTree, check_leaf, check_structure, flatten, paths
+from functional_amp.tree import PyTree, check_leaf, check_structure, flatten, paths, same_leaves
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, is_one, weight_tensor
 from functional_amp.values.scaler import Scaler
 
@@ -52,9 +53,11 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
                 f"loss_fn: found a third argument {third!r} with a default of its own, expected `buffers`, as the "
                 f"state has some. Write loss_fn(params, micro_batch, buffers, {third}=...)."
             )
-        with unwritten((params, buffers), unseen) as (params, given):
+        with unwritten((params, buffers), unseen) as (params, given), moves() as moved:
             returned = loss_fn(params, micro_batch) if buffers is None else loss_fn(params, micro_batch, given)
         loss = as_loss(returned)
+        if moved and buffers is not None and loss.buffers is None:
+            _check_handed_out(moved, given, buffers)
         if buffers is None and loss.buffers is not None:
             raise ValueError(
                 "loss_fn: found buffers in the Loss, but the state has none. Pass init_state(..., buffers=buffers)."
@@ -65,6 +68,16 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
 
     cast(Any, loss_of).given = loss_fn
     return loss_of
+
+
+def _check_handed_out(moved: set[str], given: PyTree, buffers: PyTree) -> None:
+    """Raises RuntimeError where a loss moved buffers, handed none out and assigned none to those that it was given."""
+    if same_leaves(flatten(given).leaves, flatten(buffers).leaves):
+        raise RuntimeError(
+            f"loss_fn: found a forward that moved {sorted(moved)}, and a Loss without buffers: those of the state would "
+            "stay as they were. Return Loss(value, buffers=new), as in `out, new = apply.with_buffers(params, buffers, "
+            "x)`; or Loss(value, buffers=buffers) where they are to stay."
+        )
 
 
 class Accumulated(NamedTuple):
