@@ -253,7 +253,7 @@ class Lender:
         template.seal(unread)
         template.place(copies)
         try:
-            with Watch(self.alive(), copies, trainable), unseen_by_checkpoints():
+            with Watch(self.alive(), copies, trainable) as watch, unseen_by_checkpoints():
                 template.run(method, args, kwargs)
             after = template.take_out()
             changes = template.changes()
@@ -262,6 +262,7 @@ class Lender:
             template.put_back()  # closures are shared with the original
         written = written_to(both, {**constants, **after}, versions)
         written |= {name for name, old in {**tensors, **self.constants}.items() if not same_bits(both[name], old)}
+        written |= watch.written
         refuse_writes(written.intersection(trainable))
         refuse_changes(written.intersection(constants))
         self.written |= written

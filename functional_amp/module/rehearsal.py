@@ -29,17 +29,21 @@ class Originals:
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = dict(tensors)  # alive meanwhile: what is freed gives its id and its memory to others
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        spans = sorted((*span, name) for name, tensor in tensors.items() if (span := memory(tensor)))
+        spans = sorted((*span, name) for name, tensor in tensors.items() if (span := memory(unwrapped(tensor))))
         self._starts, self._spans = [start for start, _, _ in spans], spans
 
-    def refuse(self, tensor: Tensor) -> None:
-        """Raises RuntimeError for one of them, and for what lies in the memory of one: a view or a detached alias."""
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name of one of them, and of what lies in the memory of one: a view or a detached alias."""
         name = self._names.get(id(tensor))
         if name is None and (span := memory(unwrapped(tensor))):
             index = bisect.bisect_left(self._starts, span[1]) - 1  # the last one that starts before it ends
             if index >= 0 and self._spans[index][1] > span[0]:
                 name = self._spans[index][2]
-        if name is not None:
+        return name
+
+    def refuse(self, tensor: Tensor) -> None:
+        """Raises RuntimeError for one of them, or for what lies in its memory."""
+        if (name := self.name_of(tensor)) is not None:
             raise RuntimeError(
                 f"apply: found that the forward reads {name!r} of the original module (through a global, say), "
                 "expected attributes of its own. Read it through self, or pass it as an argument."
@@ -47,6 +51,7 @@ class Originals:
 
 
 _FLAGS = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
+_DATA, _NEW_DATA = cast(Any, Tensor.data).__get__, cast(Any, Tensor.data).__set__
 
 
 class Watch(TorchFunctionMode):
@@ -55,8 +60,15 @@ class Watch(TorchFunctionMode):
     def __init__(self, original: Mapping[str, Tensor], placed: Mapping[str, Tensor], trainable: Collection[str]):
         super().__init__()
         self._originals = Originals(original)
-        self._placed = {id(tensor): name for name, tensor in placed.items()}
+        self._placed, self._copies = {id(tensor): name for name, tensor in placed.items()}, Originals(placed)
         self._trainable = trainable
+        self._data: list[tuple[str, Tensor, list[int]]] = []
+        self._given_memory: set[str] = set()
+
+    @property
+    def written(self) -> set[str]:
+        """What was written to through `.data`, which moves no version counter of the tensor's own."""
+        return self._given_memory | {name for name, data, before in self._data if versions_of([data]) != before}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,6 +85,16 @@ class Watch(TorchFunctionMode):
                 "checkpoint(..., use_reentrant=False); in transformers "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
+        if func not in (_DATA, _NEW_DATA):
+            return func(*args, **kwargs)
+        name = self._copies.name_of(args[0])
+        if func == _DATA:
+            data = func(*args, **kwargs)
+            if name is not None:
+                self._data.append((name, data, versions_of([data])))
+            return data
+        if name is not None and memory(unwrapped(args[0])) != memory(unwrapped(args[1])):
+            self._given_memory.add(name)
         return func(*args, **kwargs)
 
 
