@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import functional_amp as fa
-from tests.test_cases_modules import Net, assert_trains_as_torch, built, drawn, trained, variants
+from tests.test_cases_modules import Locked, Net, assert_trains_as_torch, built, drawn, trained, variants
 
 # Writes that leave the values of the first call as they were
 
@@ -119,3 +119,178 @@ class AtHome(Net):
 
 def test_a_module_that_moves_itself_to_where_it_is_writes_nothing():
     assert_trains_as_torch(AtHome, "autograd", False)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_auto_leaves_to_the_engine_a_module_that_moves_itself():
+    with pytest.warns(UserWarning, match=r"x\.data"):
+        state = trained(built(AtHome), "auto")
+    for name, value in trained(built(AtHome), "autograd").params.items():
+        assert torch.equal(state.params[name], value)
+
+
+# Gradients that a forward asks for
+
+
+class Asking(Net):
+    def __init__(self, ask: Any):
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.ask(self.l.weight)
+
+
+def _by_its_gradient(weight: Tensor) -> Any:
+    return 1.0 if weight.grad is None else 1 + weight.grad.abs().mean()
+
+
+def _hooked(weight: Tensor) -> Any:
+    weight.register_hook(lambda grad: grad / 2)  # one more in each call
+    return 1.0
+
+
+def _hooked_after(weight: Tensor) -> Any:
+    weight.register_post_accumulate_grad_hook(lambda leaf: None)
+    return 1.0
+
+
+def _emptied(weight: Tensor) -> Any:
+    weight.grad = None
+    return 1.0
+
+
+@variants
+@pytest.mark.parametrize("ask", [_by_its_gradient, _hooked, _hooked_after, _emptied])
+def test_a_forward_that_asks_for_a_gradient_is_refused(ask: Any, backend: Any, donate: bool):
+    with pytest.raises(RuntimeError, match=r"asks for the gradient of 'l\.weight'"):
+        trained(built(lambda: Asking(ask)), backend, donate)
+
+
+class HookedOutput(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.l(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad / 2)
+        return self.o(torch.tanh(hidden))
+
+
+@variants
+def test_the_remedy__a_hook_on_the_output_of_a_layer_trains_as_in_torch(backend: Any, donate: bool):
+    assert_trains_as_torch(HookedOutput, backend, donate)
+
+
+# Other modes
+
+
+class LowRank(nn.Module):
+    """Adds a product to its weight in eval mode, and takes it off again in train mode, as LoRA's layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(1, 3)), nn.Parameter(torch.randn(3, 1))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> LowRank:
+        super().train(mode)
+        if self.merged is mode:
+            self.weight.data += (-1 if mode else 1) * self.b @ self.a
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x @ self.weight.T
+        return out if self.merged else out + x @ self.a.T @ self.b.T
+
+
+class Freezing(Net):
+    """Freezes a layer when it is trained."""
+
+    def train(self, mode: bool = True) -> Freezing:
+        self.l.requires_grad_(False)
+        return super().train(mode)
+
+
+class Fusing(Net):
+    def eval(self) -> Fusing:
+        self.l = nn.Linear(3, 4)
+        return super().eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "places"), [(LowRank, r"\['weight'\]"), (Freezing, r"\['l\.bias', 'l\.weight'\]"), (Fusing, "l.weight")]
+)
+def test_a_mode_that_changes_tensors_is_refused(make: Any, places: str):
+    apply, params, _ = fa.from_module(built(make))
+    before = apply(params, drawn(2, 3))
+    with pytest.raises(RuntimeError, match=places + ".*to_module"):
+        apply.eval()
+    assert torch.equal(apply(params, drawn(2, 3)), before)
+
+
+def test_the_remedy__the_module_itself_is_evaluated_with_the_trained_numbers():
+    module, expected = built(LowRank), built(LowRank)
+    apply, params, buffers = fa.from_module(module)
+    params = {name: p + 1 for name, p in params.items()}
+    fa.to_module(module, params, buffers)
+    with torch.no_grad():
+        for name, p in expected.named_parameters():
+            p.copy_({**params, **buffers}[name])
+    assert torch.equal(module.eval()(drawn(2, 3)), expected.eval()(drawn(2, 3)))
+    torch.testing.assert_close(module(drawn(2, 3)), apply(params, drawn(2, 3)))
+
+
+def test_the_remedy__a_module_that_is_frozen_before_changes_its_mode():
+    module = built(Freezing).train()
+    apply, params, buffers = fa.from_module(module)
+    assert set(params) == {"o.weight", "o.bias"}
+    assert torch.equal(apply.eval().bind(buffers)(params, drawn(2, 3)), module.eval()(drawn(2, 3)))
+
+
+class TwoModes(Net):
+    """Its own `eval` sets a flag."""
+
+    scale = 1.0
+
+    def eval(self) -> TwoModes:
+        self.scale = 2.0
+        return super().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_eval_calls_the_modules_own_eval_and_train_its_train():
+    module = built(TwoModes)
+    apply, params, _ = fa.from_module(module)
+    evaluated, switched = apply.eval(), apply.train(False)
+    assert torch.equal(switched(params, drawn(2, 3)), module.train(False)(drawn(2, 3)))
+    assert torch.equal(evaluated(params, drawn(2, 3)), module.eval()(drawn(2, 3)))
+    assert torch.equal(apply(params, drawn(2, 3)) * 2, evaluated(params, drawn(2, 3)))
+
+
+class Handed:
+    seen: Any = None
+
+
+def _plus_seen(layer: Any, args: Any) -> Any:
+    return (args[0] + layer.f.seen,)
+
+
+class Handing(Net):
+    def __init__(self):
+        super().__init__()
+        handed: Any = Handed()
+        self.f = self.o.f = handed
+        self.l.register_forward_hook(lambda layer, args, out: setattr(handed, "seen", out))
+        self.o.register_forward_pre_hook(_plus_seen)
+
+
+@pytest.mark.parametrize("made", [lambda apply: apply.eval(), copy.deepcopy, lambda apply: copy.deepcopy(apply).eval()])
+@pytest.mark.parametrize("make", [Handing, Locked])
+def test_what_all_copies_share_is_shared_with_those_of_other_modes_and_with_copies(make: Any, made: Any):
+    module = built(make)
+    apply, params, _ = fa.from_module(module)
+    module(drawn(5, 3))
+    assert torch.equal(made(apply)(params, drawn(2, 3)), module(drawn(2, 3)))

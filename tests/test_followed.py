@@ -249,8 +249,11 @@ Further rules:
 - What a backward keeps (an attribute that a hook sets, a buffer that the caller does not get) is an error of the step.
   In a loop of your own it is one of a later call.
 - In the forward parameters are `nn.Parameter` to `isinstance`. Setting their `requires_grad` is refused.
-- Some things only the first call sees: globals that lie in the memory of the original, `requires_grad` that is set, and
-  writes through `.data`. In a branch that the first call did not take they are not noticed.
+- Some things only the first call sees: globals that lie in the memory of the original, `requires_grad` that is set,
+  gradients of parameters that are read or hooked, and writes through `.data`. In a branch that the first call did not
+  take they are not noticed.
+- `apply.train()` and `apply.eval()` call those of the module, on a copy without numbers. They may set flags: what
+  merges, fuses or freezes is refused.
 - `apply.eval()` of a new process does not know which buffers a training elsewhere has moved, but for those of
   normalization layers. Say `apply.eval().bind(state.buffers)`.
 - Arrays of numpy and other buffers are compared after the first call, and those up to 64 KiB after the later ones too.

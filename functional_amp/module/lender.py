@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from functional_amp.engine.random import all_generators_kept
 from functional_amp.engine.unwritten import versions_of
 from functional_amp.module.copies import lists_of_weights, shared
 from functional_amp.module.loan import Loan
+from functional_amp.module.modes import in_mode
 from functional_amp.module.reach import Absent, absent, walk
 from functional_amp.module.rehearsal import (
     Watch,
@@ -102,8 +103,13 @@ class Lender:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["master"], {}, state["scratch"], state["moved"])
 
-    def __deepcopy__(self, memo: Any) -> Lender:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lender:
+        memo.update(shared(self.master))
         return Lender(copy.deepcopy(self.master, memo), self.origin, self.scratch, self.moved)
+
+    def in_mode(self, switch: Callable[[nn.Module], Any]) -> Lender:
+        """The lender of the same module in another mode."""
+        return Lender(in_mode(self.master, switch), self.origin, self.scratch, self.moved)
 
     def call(
         self,

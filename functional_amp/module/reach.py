@@ -23,10 +23,10 @@ _ATOMS = (
 )
 CONTAINERS = (dict, list, set, collections.deque, types.CellType)
 _FOLLOWED = (*CONTAINERS, tuple, frozenset, types.FunctionType, types.MethodType, functools.partial, weakref.ref)
-# What a placeholder answers truly. Its device is not among it: it has none.
-_KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")}
-_KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
-_KNOWN |= {Tensor.__repr__, Tensor.__len__}
+# What a tensor without numbers answers truly. Its device is not among it: it has none.
+KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")}
+KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
+KNOWN |= {Tensor.__repr__, Tensor.__len__}
 
 
 class Absent(Tensor):
@@ -37,7 +37,7 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KNOWN:
+        if func in KNOWN:
             with below_subclasses():
                 return func(*args, **(kwargs or {}))
         for _, found in walk((args, kwargs)):

@@ -50,7 +50,9 @@ class Originals:
             )
 
 
-_FLAGS = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
+FLAGS = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
+_GRAD = cast(Any, Tensor.grad)
+_OF_GRADIENTS = (_GRAD.__get__, _GRAD.__set__, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _DATA, _NEW_DATA = cast(Any, Tensor.data).__get__, cast(Any, Tensor.data).__set__
 
 
@@ -76,9 +78,12 @@ class Watch(TorchFunctionMode):
             for found in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(found, Tensor):
                     self._originals.refuse(found)
-        if func in _FLAGS and (name := self._placed.get(id(args[0]))) is not None:
+        if func in FLAGS and (name := self._placed.get(id(args[0]))) is not None:
             if name in self._trainable or (*args[1:], *kwargs.values(), True)[0]:
                 _refuse_flag(name)
+        if func in _OF_GRADIENTS and (name := self._placed.get(id(args[0]))) in self._trainable:
+            if sys._getframe(1).f_code is not nn.Module._apply.__code__:  # which moves a gradient with its parameter
+                _refuse_gradient(name)
         if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise RuntimeError(
                 "apply: found a reentrant checkpoint, expected one that gives gradients to parameters. Call "
@@ -167,6 +172,14 @@ def _refuse_flag(name: str) -> None:
         f"apply: found that the forward sets requires_grad of {name!r}, expected one that leaves it: parameters are "
         "values here, and the caller's. To freeze a layer for one use, write torch.func.functional_call(self.layer, "
         "{name: p.detach() for name, p in self.layer.named_parameters()}, x); for good, freeze it before from_module."
+    )
+
+
+def _refuse_gradient(name: str | None) -> None:
+    raise RuntimeError(
+        f"apply: found that the forward asks for the gradient of {name!r} or hooks it, expected one that leaves it: "
+        "gradients are values here, and none is kept at a parameter. Hook the output of the layer; change "
+        "gradients in a Transform of chain; where a forward reads some, pass them as an argument."
     )
 
 
