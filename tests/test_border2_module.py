@@ -294,3 +294,116 @@ def test_what_all_copies_share_is_shared_with_those_of_other_modes_and_with_copi
     apply, params, _ = fa.from_module(module)
     module(drawn(5, 3))
     assert torch.equal(made(apply)(params, drawn(2, 3)), module(drawn(2, 3)))
+
+
+# What one mode, method or branch keeps, and another reads
+
+
+class Keeping(Net):
+    """Keeps an average of its inputs where it trains, or where there are several rows, and reads it elsewhere."""
+
+    seen: Any
+
+    def __init__(self, first: Any = None):
+        super().__init__()
+        if first is not None:
+            self.seen = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and len(x) > 1:
+            self.seen = x.detach().mean()
+        return super().forward(x) + self.seen
+
+    def last(self) -> Tensor:
+        return super().forward(torch.ones(1, 3)) * self.seen
+
+
+def _in_eval(apply: Any, params: Any) -> Any:
+    return apply.eval()(params, drawn(3, 3))
+
+
+def _by_method(apply: Any, params: Any) -> Any:
+    return apply.method("last")(params)
+
+
+def _in_a_branch(apply: Any, params: Any) -> Any:
+    return apply(params, drawn(1, 3))
+
+
+def _in_a_copy(apply: Any, params: Any) -> Any:
+    return _in_a_branch(copy.deepcopy(apply), params)
+
+
+def _asked_before(apply: Any, params: Any) -> Any:
+    evaluated = apply.eval()
+    apply(params, drawn(3, 3))
+    return evaluated(params, drawn(3, 3))
+
+
+@pytest.mark.parametrize("read", [_in_eval, _by_method, _in_a_branch, _in_a_copy, _asked_before])
+@pytest.mark.parametrize("first", [None, 0.0, torch.zeros(())])
+def test_what_an_earlier_call_has_kept_is_never_read_as_it_was_before(first: Any, read: Any):
+    apply, params, _ = fa.from_module(built(lambda: Keeping(first)))
+    apply(params, drawn(5, 3))
+    with pytest.raises(RuntimeError, match=r"'seen'.*before it is written.*buffer"):
+        read(apply, params)
+    assert apply(params, drawn(5, 3)).shape == (5, 1)
+
+
+@pytest.mark.parametrize("first", [None, torch.zeros(())])
+def test_a_graph_does_not_read_it_either(first: Any, fresh_dynamo: None):
+    apply, params, _ = fa.from_module(built(lambda: Keeping(first)))
+    apply(params, drawn(5, 3))
+    graphs = [torch.compile(a, backend="eager", fullgraph=True) for a in (apply, apply.eval())]
+    torch.testing.assert_close(graphs[0](params, drawn(5, 3)), apply(params, drawn(5, 3)))
+    with pytest.raises(Exception, match="Unread"):
+        graphs[1](params, drawn(5, 3))
+
+
+class KeepingInABuffer(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+def test_the_remedy__a_buffer_is_read_as_the_last_call_left_it(rows: int):
+    module = built(KeepingInABuffer)
+    apply, params, buffers = fa.from_module(module)
+    _, buffers = apply.with_buffers(params, buffers, drawn(5, 3))
+    module(drawn(5, 3))
+    if rows == 3:
+        module.eval()
+        apply = apply.eval()
+    assert torch.equal(apply.with_buffers(params, buffers, drawn(rows, 3))[0], module(drawn(rows, 3)))
+    assert torch.equal(apply.method("last").with_buffers(params, buffers)[0], module.last())
+
+
+class Tally(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 4:
+            self.n = self.n + 1.0
+        return x + self.n
+
+
+class SameName(Net):
+    """Writes an attribute before it reads it, under the name of a counter of its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tally, self.n = Tally(), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n = float(len(x))
+        return self.tally(super().forward(x) * self.n)
+
+
+def test_an_attribute_that_is_written_first_excuses_none_of_the_same_name_elsewhere():
+    apply, params, _ = fa.from_module(built(SameName))
+    apply(params, drawn(2, 3))
+    with pytest.raises(RuntimeError, match=r"keeps something at \['tally\.n'\]"):
+        apply(params, drawn(5, 3))

@@ -262,6 +262,8 @@ Further rules:
   at. Tables outside of the module that a layer or its `id` is the key of, a `WeakKeyDictionary` say, don't know the
   copies. Attributes that were set on a parameter itself are not in the tensors that a call lays in.
 - Where a forward or a loss leaves its graph (`fullgraph=False`), its writes in place are not seen.
+- What a forward writes before it reads it is kept for no other call: a call in another mode, of another method or in
+  another branch that reads it first is an error. An object that the module shares with a function is put back instead.
 - `scratch=` is a promise: what these attributes hold after a call is dropped, and no later call reads it. A name that
   no attribute has does nothing.
 - Random numbers for a tensor whose memory is not contiguous (dropout after a transpose, say) are drawn in another

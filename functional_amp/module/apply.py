@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, own_copy
 from functional_amp.module.gathered import layouts_of, read_gathered
 from functional_amp.module.lender import Lender
+from functional_amp.module.modes import Known
 from functional_amp.module.rehearsal import refuse_lost, refuse_statistics
 from functional_amp.module.templates import Tensors, registered
 from functional_amp.module.traced import traced_call
@@ -160,7 +161,7 @@ class Apply:
 
     def _check_statistics(self) -> None:
         """Raises where fixed buffers would be running statistics that training has moved, or may have."""
-        names = [name for name in self.buffers if name in self.lender.statistics or name in self.lender.moved]
+        names = [name for name in self.buffers if name in self.lender.statistics or name in self.lender.known.moved]
         refuse_statistics(names)
 
     def _run(
@@ -224,7 +225,7 @@ def from_module(module: nn.Module, *, scratch: Iterable[str] = (), gather: torch
     master = own_copy(module)
     if gather is not None:
         read_gathered(master, gather, layouts_of(module))
-    lender = Lender(master, origin, scratch, set())
+    lender = Lender(master, Known(origin, frozenset(scratch), set(), set()))
     apply = Apply(frozenset(trainable), dict(others), frozen, lender, {})
     return FromModule(apply, {name: t.detach().clone() for name, t in trainable.items()}, others)
 

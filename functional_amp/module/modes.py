@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from functional_amp.module.copies import shared
 from functional_amp.module.reach import KNOWN, walk
 from functional_amp.module.rehearsal import FLAGS
 from functional_amp.module.templates import registered
+
+
+class Known(NamedTuple):
+    """What is known of a module in all its modes.
+
+    Attributes:
+        origin: the tensors of the module that `from_module` was given, by name, held weakly.
+        scratch: the attributes that a forward may write, as the user names them.
+        kept: the places of those that rehearsals find to be written before they are read.
+        moved: the buffers that a forward writes to.
+    """
+
+    origin: Mapping[str, weakref.ref[Tensor]]
+    scratch: frozenset[str]
+    kept: set[str]
+    moved: set[str]
 
 
 class _Untouched(TorchFunctionMode):

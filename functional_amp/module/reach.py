@@ -28,6 +28,11 @@ KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "l
 KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
 KNOWN |= {Tensor.__repr__, Tensor.__len__}
 
+KEPT = (
+    "before it is written, expected the forward to write it first: it holds something of an earlier call, in another "
+    "mode, method or branch. Register a buffer in __init__ and use apply.with_buffers, or pass it as an argument."
+)
+
 
 class Absent(Tensor):
     """Stands where a tensor was taken out. Reading its numbers raises an error that names the place."""
@@ -60,6 +65,25 @@ def absent(place: str, why: str, shape: Any = (), dtype: Any = torch.float32, pa
     if parameter:
         made._is_param = True  # what isinstance(x, nn.Parameter) asks for
     return made
+
+
+class Unread:
+    """Stands in the module that graphs are traced with, where a forward keeps what no later call may read."""
+
+    def __init__(self, place: str):
+        self.place = place
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(f"apply: found a use of {self.place!r} {KEPT}")
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self)
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __deepcopy__(self, memo: Any) -> Unread:
+        return self
 
 
 def walk(root: Any, stop: Callable[[Any], bool] = lambda obj: False) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from functional_amp.module.copies import detach_recurrent
-from functional_amp.module.reach import Slots, absent, attributes, walk
-from functional_amp.module.watched import EVERY_CALL, Change, holders, is_buffer, opaque
+from functional_amp.module.reach import KEPT, Absent, Unread, absent, attributes, walk
+from functional_amp.module.watched import EVERY_CALL, Change, holders, is_buffer, opaque, seal
 
 Tensors = dict[str, Tensor]
 
@@ -37,6 +37,10 @@ class Template:
         self._parameters = {name for _, _, name, held in self._placeholders if isinstance(held, nn.Parameter)}
         self._marked: list[dict[str, Any]] = []
         objects = list(walk(self.module))
+        for entry in [entry for path, obj in objects for entry in holders(path, obj)]:
+            for key, value in list(entry.container.items()) if entry.namespace else ():
+                if type(value) is Unread:
+                    entry.container[key] = _unread(value.place)
         self._watched = [entry for path, obj in objects for entry in holders(path, obj)]
         self._bytes = [entry for path, obj in objects if (entry := opaque(path, obj))]
         self._small = [entry for entry in self._bytes if len(entry.before) <= EVERY_CALL and is_buffer(entry.obj)]
@@ -115,14 +119,9 @@ class Template:
             if entry.changed():
                 entry.put_back()
 
-    def seal(self, names: Iterable[str]) -> None:
-        """Makes attributes unreadable, those that do not exist yet included."""
-        for name in names:
-            path, _, key = name.rpartition(".")
-            for entry in self._watched:
-                unknown = isinstance(entry.container, Slots) and key not in entry.container.names
-                if entry.namespace and entry.path == path and not unknown:
-                    entry.container[key] = absent(name, "before it is written.")
+    def seal(self, names: Collection[str]) -> None:
+        """Makes attributes unreadable."""
+        seal(self._watched, names, _unread)
 
     def run(self, method: str, args: Any, kwargs: Any) -> Any:
         """Calls the module, or one of its methods."""
@@ -132,6 +131,10 @@ class Template:
             if "inside functorch transform" in str(error):  # assigning to x.data
                 raise RuntimeError(f"apply: {error} Use backend='autograd'.") from error
             raise
+
+
+def _unread(place: str) -> Absent:
+    return absent(place, KEPT)
 
 
 def registered(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -69,7 +69,7 @@ def traced_call(
         finally:
             for (container, key, _), meta in zip(lender.plan, before, strict=True):
                 container[key] = meta
-    for layer, key, known, existed in lender.kept:
+    for layer, key, known, existed in lender.scratch:
         if existed:
             setattr(layer, key, known)
         elif hasattr(layer, key):
@@ -104,10 +104,10 @@ def _look(context: Any) -> None:
         written |= lender.statistics.intersection(copies)
     if not returned:
         refuse_lost(name for name in copies if name in written)
-    if moved := written - lender.moved:
-        if id(lender.moved) in effects.id_to_variable:  # another call in this graph has asked, and was told none
+    if moved := written - lender.known.moved:
+        if id(lender.known.moved) in effects.id_to_variable:  # another call in this graph has asked, and was told none
             refuse_statistics(sorted(moved))
-        lender.moved |= moved
+        lender.known.moved.update(moved)
     originals = Originals(lender.alive())
     for source, tensor, _ in inputs:
         if source not in seen or "_parameters[" in source:
