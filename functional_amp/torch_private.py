@@ -105,6 +105,11 @@ def norm_layers() -> type[torch.nn.Module]:
     return torch.nn.modules.batchnorm._NormBase
 
 
+def hooks_made() -> int:
+    """How many hooks have been registered so far, of modules and of tensors, in this process."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
 def parametrizations_cached() -> bool:
     """True inside `torch.nn.utils.parametrize.cached()`."""
     return torch.nn.utils.parametrize._cache_enabled > 0

@@ -407,3 +407,169 @@ def test_an_attribute_that_is_written_first_excuses_none_of_the_same_name_elsewh
     apply(params, drawn(2, 3))
     with pytest.raises(RuntimeError, match=r"keeps something at \['tally\.n'\]"):
         apply(params, drawn(5, 3))
+
+
+# Tied places that part, buffers that go, hooks that come and go
+
+
+class TwoPlaces(Net):
+    """A buffer that stands at two places, and is counted at the second."""
+
+    n: Tensor
+
+    def __init__(self, count: Any):
+        super().__init__()
+        self.count = count
+        self.register_buffer("n", torch.zeros(()))
+        self.o.register_buffer("n", self.n)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count(self.o)
+        return super().forward(x) + self.n + 2 * self.o.n  # pyright: ignore[reportOperatorIssue]
+
+
+def _anew(layer: Any) -> None:
+    layer.n = layer.n + 1
+
+
+def _in_place(layer: Any) -> None:
+    layer.n.add_(1)
+
+
+def _rotating(module: Any) -> None:
+    module.kept.reverse()
+
+
+def _dropping(module: Any) -> None:
+    module.kept.pop()
+
+
+class Listed(Net):
+    p: Tensor
+    q: Tensor
+
+    def __init__(self, change: Any, *, buffers: bool):
+        super().__init__()
+        self.change = change
+        for name in ("p", "q"):
+            self.register_buffer(name, torch.zeros(()))
+        self.kept: list[Any] = [self.p, self.q] if buffers else [self.l.bias, self.o.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return super().forward(x) + self.kept[0].sum()
+
+
+@variants
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TwoPlaces(_anew),
+        lambda: Listed(_rotating, buffers=True),
+        lambda: Listed(_rotating, buffers=False),
+        lambda: Listed(_dropping, buffers=True),
+        lambda: Listed(_dropping, buffers=False),
+    ],
+)
+def test_tied_places_that_part_are_refused(make: Any, backend: Any, donate: bool):
+    with pytest.raises(RuntimeError, match=r"one of several places of .* anew"):
+        trained(built(make), backend, donate)
+
+
+@variants
+def test_the_remedy__a_tied_buffer_written_to_in_place_trains_as_in_torch(backend: Any, donate: bool):
+    assert_trains_as_torch(lambda: TwoPlaces(_in_place), backend, donate)
+
+
+def _anew_later(layer: Any) -> None:
+    if layer.weight.sum() > 100:
+        _anew(layer)
+
+
+def test_tied_places_that_part_in_a_later_call_are_refused_and_nothing_is_left_of_it():
+    apply, params, buffers = fa.from_module(built(lambda: TwoPlaces(_anew_later)))
+    expected = apply.with_buffers(params, buffers, drawn(5, 3))[0]
+    with pytest.raises(RuntimeError, match=r"several places of \['n'\]"):
+        apply.with_buffers({name: p + 100 for name, p in params.items()}, buffers, drawn(5, 3))
+    assert torch.equal(apply.with_buffers(params, buffers, drawn(5, 3))[0], expected)
+
+
+class Going(Net):
+    n: Any
+
+    def __init__(self, go: Any):
+        super().__init__()
+        self.go = go
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) + (0 if getattr(self, "n", None) is None else self.n)
+        self.go(self, x)
+        return out
+
+
+def _to_none(module: Any, x: Tensor) -> None:
+    module.n = None
+
+
+def _deleted(module: Any, x: Tensor) -> None:
+    del module.n
+
+
+def _to_none_later(module: Any, x: Tensor) -> None:
+    if len(x) > 5:
+        module.n = None
+
+
+@variants
+@pytest.mark.parametrize("go", [_to_none, _deleted, _to_none_later])
+def test_a_buffer_that_a_forward_deletes_is_named(go: Any, backend: Any, donate: bool):
+    with pytest.raises(RuntimeError, match=r"deletes \['n'\]"):
+        trained(built(lambda: Going(go)), backend, donate, [[drawn(5, 3)], [drawn(6, 3)]])
+
+
+class Hooking(Net):
+    """Adds or removes a hook in a later call."""
+
+    def __init__(self, change: Any, rows: int = 5):
+        super().__init__()
+        self.change, self.rows = change, rows
+        self.handle = self.o.register_forward_hook(_doubled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.rows:
+            self.change(self)
+        return super().forward(x)
+
+
+def _doubled(layer: Any, args: Any, out: Tensor) -> Tensor:
+    return 2 * out
+
+
+def _adding(module: Any) -> None:
+    module.l.register_forward_hook(_doubled)
+
+
+def _adding_with_kwargs(module: Any) -> None:
+    module.l.register_forward_pre_hook(lambda layer, args, kwargs: None, with_kwargs=True)
+
+
+def _removing(module: Any) -> None:
+    module.handle.remove()
+
+
+@variants
+@pytest.mark.parametrize("change", [_adding, _adding_with_kwargs, _removing])
+def test_a_hook_that_a_later_call_adds_or_removes_is_found(change: Any, backend: Any, donate: bool):
+    with pytest.raises(RuntimeError, match=r"keeps something at \['[lo]\._\w*hooks"):
+        trained(built(lambda: Hooking(change)), backend, donate, [[drawn(5, 3)], [drawn(6, 3)]])
+
+
+def test_nothing_is_left_of_a_hook_that_was_refused():
+    module = built(lambda: Hooking(_adding))
+    apply, params, _ = fa.from_module(module)
+    expected = apply(params, drawn(5, 3))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"keeps something at \['l\._forward_hooks"):
+            apply(params, drawn(6, 3))
+    assert torch.equal(apply(params, drawn(5, 3)), expected)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import functional_amp as fa
+from tests import test_border2_module as border
 from tests import test_cases_modules as cases
 
 PAGE = Path(__file__).parent.parent / "docs" / "followed.md"
@@ -84,6 +85,9 @@ LINES = [
     Line("buffers and modules made in the forward", AT_THE_CALL, "make them in `__init__`", cases.MadeAtFirst),
     Line("numbers kept in arrays, slots, keys of dicts", AT_THE_CALL, "a buffer", lambda: _array_that_counts()),
     Line("lists that grow", AT_THE_CALL, "return it; or `scratch=`", cases.Logging),
+    Line("tied places of which one is assigned anew", AT_THE_CALL, "write in place", lambda: _parting()),
+    Line("buffers deleted or set to None", AT_THE_CALL, "zeros, and a flag", lambda: _going()),
+    Line("hooks added or removed in the forward", AT_THE_CALL, "add them before", lambda: _hooking()),
     Line("tensors written to that are no buffers", AT_THE_CALL, "register them", cases.Constant),
     Line("variables of closures that count", AT_THE_CALL, "a buffer", cases.CountingInAClosure),
     Line("reentrant checkpoints", AT_THE_CALL, "`use_reentrant=False`", lambda: cases.Checkpointed(use_reentrant=True)),
@@ -100,6 +104,18 @@ def _table(*, by_id: bool = False) -> nn.Module:
     module = cases.Net()
     module.f = {id(module.l): 1} if by_id else {module.l.weight}
     return module
+
+
+def _parting() -> nn.Module:
+    return border.TwoPlaces(border._anew)
+
+
+def _going() -> nn.Module:
+    return border.Going(border._to_none)
+
+
+def _hooking() -> nn.Module:
+    return border.Hooking(border._removing, rows=0)
 
 
 def _forgetful() -> nn.Module:

@@ -21,6 +21,7 @@ from functional_amp.module.rehearsal import (
     copied,
     own_leaf,
     refuse_changes,
+    refuse_gone,
     refuse_writes,
     same_bits,
     unseen_by_checkpoints,
@@ -156,6 +157,7 @@ class Lender:
         written = written_to(tensors, after, versions)
         try:
             if written:
+                refuse_gone(written, after)
                 refuse_writes(written & {*params, *fixed})
             moved = [] if versions_of(self.constants.values()) == self._as_made else list(self.constants)
             refuse_changes([*moved, *(change.name for change in changes if not self.is_scratch(change.name))])
@@ -272,6 +274,7 @@ class Lender:
             template.take_out()
             template.put_back()  # closures are shared with the original
         written = written_to(both, {**constants, **after}, versions)
+        refuse_gone(written.difference(constants), after)
         written |= {name for name, old in {**tensors, **self.constants}.items() if not same_bits(both[name], old)}
         written |= watch.written
         refuse_writes(written.intersection(trainable))

@@ -82,7 +82,7 @@ class Watch(TorchFunctionMode):
             if name in self._trainable or (*args[1:], *kwargs.values(), True)[0]:
                 _refuse_flag(name)
         if func in _OF_GRADIENTS and (name := self._placed.get(id(args[0]))) in self._trainable:
-            if sys._getframe(1).f_code is not nn.Module._apply.__code__:  # which moves a gradient with its parameter
+            if sys._getframe(1).f_code.co_name != "_apply":  # that of module.to(), which moves a gradient as well
                 _refuse_gradient(name)
         if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise RuntimeError(
@@ -157,6 +157,14 @@ def written_to(given: Tensors, after: Mapping[str, Any], versions: list[int]) ->
         for (name, tensor), old, new in zip(given.items(), versions, versions_of(given.values()), strict=True)
         if old != new or after[name] is not tensor
     }
+
+
+def refuse_gone(written: Iterable[str], after: Mapping[str, Any]) -> None:
+    if names := sorted(name for name in written if not isinstance(after[name], Tensor)):
+        raise RuntimeError(
+            f"apply: found that the forward deletes {names} or sets them to None, expected tensors: a state keeps its "
+            "structure. Write zeros in place, and keep whether they count in a second buffer."
+        )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from functional_amp.module.copies import detach_recurrent
 from functional_amp.module.reach import KEPT, Absent, Unread, absent, attributes, walk
 from functional_amp.module.watched import EVERY_CALL, Change, holders, is_buffer, opaque, seal
+from functional_amp.torch_private import hooks_made
 
 Tensors = dict[str, Tensor]
 
@@ -34,6 +35,10 @@ class Template:
         self.slots = slots(self.module, names)
         # Of tied places the first is the last here, so that what lies in it counts.
         self._placeholders = [(container, key, name, container[key]) for container, key, name in reversed(self.slots)]
+        first = {name: (container, key) for container, key, name in reversed(self.slots)}
+        places = [(container, key, *first[name], name) for container, key, name in self.slots]
+        self._ties = [(c, key, held, at, name) for c, key, held, at, name in places if c is not held or key != at]
+        self._untied: list[str] = []
         self._parameters = {name for _, _, name, held in self._placeholders if isinstance(held, nn.Parameter)}
         self._marked: list[dict[str, Any]] = []
         objects = list(walk(self.module))
@@ -46,7 +51,10 @@ class Template:
         self._small = [entry for entry in self._bytes if len(entry.before) <= EVERY_CALL and is_buffer(entry.obj)]
         # What is compared after every call: what torch's own machinery and the slots hold is left out.
         placed = {(id(container), key) for container, key, _ in self.slots}
-        entries = [entry for entry in self._watched if entry.path.rpartition(".")[2] not in _HOOKS]
+        hooks = [entry for entry in self._watched if entry.path.rpartition(".")[2] in _HOOKS]
+        self._hooks, self._hooked, self._hooks_made = [e.container for e in hooks], [len(e.container) for e in hooks], 0
+        unhooked = {id(entry.container) for entry in hooks if not entry.container}
+        entries = [entry for entry in self._watched if id(entry.container) not in unhooked]
         named = [
             e for e in entries if type(e.container) is dict and (e.namespace or e.path.rpartition(".")[2] in _MACHINERY)
         ]
@@ -71,13 +79,19 @@ class Template:
             if "_is_param" not in marks:
                 marks["_is_param"] = True
                 self._marked.append(marks)
+        self._hooks_made = hooks_made()
 
     def take_out(self) -> dict[str, Any]:
         """Puts the placeholders back. Gives what lay there (None if it was deleted); of tied places, in the first."""
         after: dict[str, Any] = {}
+        self._untied = [name for c, key, first, at, name in self._ties if _held(c, key) is not _held(first, at)]
         for container, key, name, placeholder in self._placeholders:
-            after[name] = container[key] if isinstance(container, list) or key in container else None
-            container[key] = placeholder
+            if isinstance(container, list):
+                after[name] = _held(container, key)
+                container[key : key + 1] = [placeholder]  # it may be shorter now
+            else:
+                after[name] = container.get(key)
+                container[key] = placeholder
         self._unmark()
         return after
 
@@ -90,9 +104,11 @@ class Template:
         self._unmark()  # of a call that raised
 
     def unchanged(self) -> bool:
-        """True if the containers hold what they held, once the tensors have been taken out. Hooks are not compared."""
+        """True if the containers hold what they held, once the tensors have been taken out."""
         return (
-            list(map(len, self._dicts)) == self._sizes
+            not self._untied
+            and (hooks_made() == self._hooks_made or list(map(len, self._hooks)) == self._hooked)
+            and list(map(len, self._dicts)) == self._sizes
             and all(map(is_, map(dict.get, self._owners, self._keys, repeat(_MISSING)), self._values))
             and not any(entry.changed() for entry in self._others)
             and not any(entry.changed() for entry in self._small)
@@ -102,8 +118,15 @@ class Template:
         """What the containers hold that they did not, once the tensors have been taken out.
 
         Raises:
-            RuntimeError: where bytes were written, which nothing puts back.
+            RuntimeError: where bytes were written, which nothing puts back, or one of several tied places.
         """
+        if self._untied:
+            self.put_back()
+            raise RuntimeError(
+                f"apply: found that the forward assigns one of several places of {sorted({*self._untied})} anew, "
+                "expected one tensor at all of them: the next call lays one in. Write in place, self.n.add_(1); and "
+                "keep the order of a list in a buffer."
+            )
         written = [(type(entry.obj).__name__, entry.path) for entry in self._bytes if entry.changed()]
         if written:
             self.put_back()
@@ -135,6 +158,13 @@ class Template:
 
 def _unread(place: str) -> Absent:
     return absent(place, KEPT)
+
+
+def _held(container: Any, key: Any) -> Any:
+    """What lies in a slot; None if it is gone."""
+    if isinstance(container, list):
+        return container[key] if key < len(container) else None
+    return container.get(key)
 
 
 def registered(module: nn.Module) -> list[tuple[str, Tensor]]:
