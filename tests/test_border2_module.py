@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -573,3 +574,126 @@ def test_nothing_is_left_of_a_hook_that_was_refused():
         with pytest.raises(RuntimeError, match=r"keeps something at \['l\._forward_hooks"):
             apply(params, drawn(6, 3))
     assert torch.equal(apply(params, drawn(5, 3)), expected)
+
+
+# What parameters carry beside their numbers
+
+
+class Marked(nn.Parameter):
+    """A class of one's own."""
+
+
+class Gains(Net):
+    """Reads an attribute of a parameter."""
+
+    def __init__(self, gain: Any = 3.0):
+        super().__init__()
+        self.l.weight.gain = gain  # pyright: ignore[reportAttributeAccessIssue]
+        self.register_buffer("shift", torch.ones(()))
+        self.shift.unit = ("m", 2)  # pyright: ignore
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift: Any = self.shift
+        return super().forward(x) * getattr(self.l.weight, "gain", 1.0) + shift * getattr(shift, "unit", (0, 0))[1]
+
+
+@variants
+def test_numbers_that_parameters_and_buffers_carry_are_read_as_in_torch(backend: Any, donate: bool):
+    assert_trains_as_torch(Gains, backend, donate)
+
+
+def test_what_tensors_carry_is_in_copies_and_other_modes_and_stays_in_no_tensor():
+    module = built(Gains)
+    apply, params, buffers = fa.from_module(module)
+    for each in (apply, apply.eval(), copy.deepcopy(apply), pickle.loads(pickle.dumps(apply))):
+        output, after = each.with_buffers(params, buffers, drawn(5, 3))
+        assert torch.equal(output, module(drawn(5, 3)))
+        assert not any(vars(tensor) for tensor in (*params.values(), *buffers.values(), *after.values()))
+
+
+@pytest.mark.parametrize("gain", [torch.ones(()), [1.0], {"a": 1.0}, (torch.ones(()),), lambda: 1.0])
+def test_other_things_that_parameters_carry_are_refused(gain: Any):
+    module = built(lambda: Gains(gain))
+    with pytest.raises(TypeError, match=r"attribute 'gain' of 'l\.weight'.*Let the layer hold it"):
+        fa.from_module(module)
+    del module.l.weight.gain  # the remedy
+    apply, params, buffers = fa.from_module(module)
+    assert torch.equal(apply.with_buffers(params, buffers, drawn(5, 3))[0], module(drawn(5, 3)))
+
+
+class Setting(Net):
+    def __init__(self, write: Any):
+        super().__init__()
+        self.write = write
+        self.l.weight.count = 0  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.write(self.l.weight)
+
+
+def _counted(weight: Any) -> float:
+    weight.count += 1
+    return weight.count
+
+
+def _made_once(weight: Any) -> Tensor:
+    if not hasattr(weight, "direction"):
+        weight.direction = torch.randn(())
+    return weight.direction
+
+
+@variants
+@pytest.mark.parametrize("write", [_counted, _made_once])
+def test_attributes_that_a_forward_sets_on_a_parameter_are_refused(write: Any, backend: Any, donate: bool):
+    with pytest.raises(RuntimeError, match=r"sets the attributes .* of 'l\.weight'.*buffer"):
+        trained(built(lambda: Setting(write)), backend, donate)
+
+
+class OfAClass(Net):
+    def __init__(self, kind: Any):
+        super().__init__()
+        self.scale = kind(torch.full((1,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out * self.scale if isinstance(self.scale, Marked) else out + self.scale
+
+
+def test_a_class_of_parameters_that_is_lost_is_refused_and_the_remedy_works():
+    with pytest.raises(TypeError, match=r"found a Marked at 'scale'.*nn\.Parameter"):
+        fa.from_module(built(lambda: OfAClass(Marked)))
+    assert_trains_as_torch(lambda: OfAClass(nn.Parameter), "autograd", False)
+
+
+class OwnClass(Tensor):
+    """A class of tensors that operators keep."""
+
+
+class WithClass(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 2.0).as_subclass(OwnClass))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.scale if isinstance(self.scale, OwnClass) else 100.0)
+
+
+def test_a_class_of_tensors_that_is_kept_trains_as_in_torch():
+    assert_trains_as_torch(WithClass, "autograd", False)
+
+
+# Functions that torch compiles
+
+
+class WithCompiled(Net):
+    def __init__(self):
+        super().__init__()
+        self.f = torch.compile(torch.nn.functional.gelu, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(super().forward(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_function_as_an_attribute_is_followed(fresh_dynamo: None):
+    assert_trains_as_torch(WithCompiled, "func", False)

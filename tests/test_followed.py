@@ -71,6 +71,7 @@ LINES = [
     Line("tables that parameters are the keys of, and sets of them", AT_ONCE, "names", lambda: _table()),
     Line("tables of `id(layer)`", AT_ONCE, "the layer or its name", lambda: _table(by_id=True)),
     Line("classes whose copies hold something else", AT_ONCE, "remove `__deepcopy__`", lambda: _forgetful()),
+    Line("classes of parameters that `detach()` does not keep", AT_ONCE, "an `nn.Parameter`", lambda: _of_a_class()),
     Line("objects that can not be copied", AT_ONCE, "give them a `__deepcopy__`", lambda: HELD(cases.Refusing())),
     Line("`DataParallel`, `DistributedDataParallel`", AT_ONCE, "its `.module`", lambda: nn.DataParallel(cases.Net())),
     Line("`ScriptModule`", AT_ONCE, "the module that was scripted", lambda: cases.scripted(nn.Linear(3, 4))),
@@ -116,6 +117,12 @@ def _going() -> nn.Module:
 
 def _hooking() -> nn.Module:
     return border.Hooking(border._removing, rows=0)
+
+
+def _of_a_class() -> nn.Module:
+    module = cases.Net()
+    module.l.bias = border.Marked(torch.zeros(4))
+    return module
 
 
 def _forgetful() -> nn.Module:
@@ -276,7 +283,9 @@ Further rules:
   Other objects of compiled code are compared after the first call, by what pickle gives.
 - What a forward writes outside of the module (a global, an attribute of a class, a file, its arguments) is not looked
   at. Tables outside of the module that a layer or its `id` is the key of, a `WeakKeyDictionary` say, don't know the
-  copies. Attributes that were set on a parameter itself are not in the tensors that a call lays in.
+  copies.
+- Numbers and strings that are attributes of a parameter itself are those of the tensors that a call lays in, but in a
+  graph. Other attributes of parameters are refused by `from_module`, and those that a forward sets by the first call.
 - Where a forward or a loss leaves its graph (`fullgraph=False`), its writes in place are not seen.
 - What a forward writes before it reads it is kept for no other call: a call in another mode, of another method or in
   another branch that reads it first is an error. An object that the module shares with a function is put back instead.

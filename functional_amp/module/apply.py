@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, own_copy
+from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, marks_of, own_copy
 from functional_amp.module.gathered import layouts_of, read_gathered
 from functional_amp.module.lender import Lender
 from functional_amp.module.modes import Known
@@ -219,13 +219,14 @@ def from_module(module: nn.Module, *, scratch: Iterable[str] = (), gather: torch
             tensors[place] = tensor
     check_memory(tensors)
     trainable = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    marks = {name: found for name, tensor in tensors.items() if (found := marks_of(name, tensor))}
     others = {name: t.detach().clone() for name, t in tensors.items() if name not in trainable}
     frozen = frozenset(name for name in others if isinstance(tensors[name], nn.Parameter))
     origin = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
     master = own_copy(module)
     if gather is not None:
         read_gathered(master, gather, layouts_of(module))
-    lender = Lender(master, Known(origin, frozenset(scratch), set(), set()))
+    lender = Lender(master, Known(origin, frozenset(scratch), set(), set(), marks))
     apply = Apply(frozenset(trainable), dict(others), frozen, lender, {})
     return FromModule(apply, {name: t.detach().clone() for name, t in trainable.items()}, others)
 

@@ -22,6 +22,7 @@ from functional_amp.module.rehearsal import (
     own_leaf,
     refuse_changes,
     refuse_gone,
+    refuse_marks,
     refuse_writes,
     same_bits,
     unseen_by_checkpoints,
@@ -185,7 +186,7 @@ class Lender:
         return template.module.state_dict()
 
     def _make(self, constants: Mapping[int, Tensor]) -> Template:
-        return Template(self.master, {**self._memo, **constants}, self._absent)
+        return Template(self.master, {**self._memo, **constants}, self._absent, self.known.marks)
 
     def _take_back(self, template: Template) -> None:
         template.take_out()
@@ -273,6 +274,7 @@ class Lender:
         finally:
             template.take_out()
             template.put_back()  # closures are shared with the original
+        refuse_marks(copies)
         written = written_to(both, {**constants, **after}, versions)
         refuse_gone(written.difference(constants), after)
         written |= {name for name, old in {**tensors, **self.constants}.items() if not same_bits(both[name], old)}

@@ -24,12 +24,14 @@ class Known(NamedTuple):
         scratch: the attributes that a forward may write, as the user names them.
         kept: the places of those that rehearsals find to be written before they are read.
         moved: the buffers that a forward writes to.
+        marks: the attributes of parameters and buffers, by the names of these.
     """
 
     origin: Mapping[str, weakref.ref[Tensor]]
     scratch: frozenset[str]
     kept: set[str]
     moved: set[str]
+    marks: Mapping[str, dict[str, Any]]
 
 
 class _Untouched(TorchFunctionMode):

@@ -98,14 +98,15 @@ def walk(root: Any, stop: Callable[[Any], bool] = lambda obj: False) -> Iterator
         if obj is not root and stop(obj):
             continue
         for step, child in children(obj):
-            if not isinstance(child, _ATOMS) and id(child) not in seen and not _is_of_ranks(child):
+            if not isinstance(child, _ATOMS) and id(child) not in seen and not _is_torchs(child):
                 seen[id(child)] = child
                 todo.append((path + step, child))
 
 
-def _is_of_ranks(obj: Any) -> bool:
-    """A mesh or a group of torch.distributed, which keeps for itself what it has found out."""
-    return not isinstance(obj, (nn.Module, Tensor)) and type(obj).__module__.startswith("torch.distributed.")
+def _is_torchs(obj: Any) -> bool:
+    """A mesh or a group of torch.distributed, or the compiler: they keep for themselves what they have found out."""
+    machinery = type(obj).__module__.startswith(("torch.distributed.", "torch._dynamo."))
+    return machinery and not isinstance(obj, (nn.Module, Tensor))
 
 
 def children(obj: Any) -> list[tuple[str, Any]]:

@@ -159,6 +159,15 @@ def written_to(given: Tensors, after: Mapping[str, Any], versions: list[int]) ->
     }
 
 
+def refuse_marks(copies: Tensors) -> None:
+    for name, tensor in copies.items():
+        if type(tensor) is Tensor and vars(tensor):
+            raise RuntimeError(
+                f"apply: found that the forward sets the attributes {sorted(vars(tensor))} of {name!r}, expected one "
+                "that leaves it: the next call lays another tensor in. Register a buffer in __init__ for what is kept."
+            )
+
+
 def refuse_gone(written: Iterable[str], after: Mapping[str, Any]) -> None:
     if names := sorted(name for name in written if not isinstance(after[name], Tensor)):
         raise RuntimeError(

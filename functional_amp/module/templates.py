@@ -29,7 +29,13 @@ class Template:
         slots: the plan: which tensor goes where, as (container, key, name).
     """
 
-    def __init__(self, master: nn.Module, memo: Mapping[int, Any], names: Mapping[int, str]):
+    def __init__(
+        self,
+        master: nn.Module,
+        memo: Mapping[int, Any],
+        names: Mapping[int, str],
+        marks: Mapping[str, Mapping[str, Any]],
+    ):
         self.module: nn.Module = copy.deepcopy(master, dict(memo))
         detach_recurrent(self.module)
         self.slots = slots(self.module, names)
@@ -40,7 +46,7 @@ class Template:
         self._ties = [(c, key, held, at, name) for c, key, held, at, name in places if c is not held or key != at]
         self._untied: list[str] = []
         self._parameters = {name for _, _, name, held in self._placeholders if isinstance(held, nn.Parameter)}
-        self._marked: list[dict[str, Any]] = []
+        self._marks, self._marked, self._marked_more = marks, [], []
         objects = list(walk(self.module))
         for entry in [entry for path, obj in objects for entry in holders(path, obj)]:
             for key, value in list(entry.container.items()) if entry.namespace else ():
@@ -75,10 +81,15 @@ class Template:
         for container, key, name in self.slots:
             container[key] = tensors[name]
         for name in self._parameters:
-            marks: Any = tensors[name].__dict__
-            if "_is_param" not in marks:
-                marks["_is_param"] = True
-                self._marked.append(marks)
+            own: Any = tensors[name].__dict__
+            if "_is_param" not in own:
+                own["_is_param"] = True
+                self._marked.append(own)
+        for name, marks in self._marks.items():
+            own = tensors[name].__dict__
+            if own.keys().isdisjoint(marks):
+                own.update(marks)
+                self._marked_more.append((own, marks))
         self._hooks_made = hooks_made()
 
     def take_out(self) -> dict[str, Any]:
@@ -96,8 +107,13 @@ class Template:
         return after
 
     def _unmark(self) -> None:
-        for marks in self._marked:
-            marks.pop("_is_param", None)
+        for own in self._marked:
+            own.pop("_is_param", None)
+        for own, marks in self._marked_more:
+            for key, value in marks.items():
+                if own.get(key) is value:  # what the forward has set stays, and is found
+                    del own[key]
+        self._marked_more.clear()
         self._marked.clear()
 
     def __del__(self) -> None:
