@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao import quantization
 
 import functional_amp as fa
-from tests.test_cases_modules import Locked, Net, assert_trains_as_torch, built, drawn, trained, variants
+from tests.test_cases_modules import Locked, Net, assert_trains_as_torch, built, drawn, imperative, trained, variants
 
 # Writes that leave the values of the first call as they were
 
@@ -697,3 +698,40 @@ class WithCompiled(Net):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_function_as_an_attribute_is_followed(fresh_dynamo: None):
     assert_trains_as_torch(WithCompiled, "func", False)
+
+
+# Modules whose copies would lack something
+
+
+class Slotted(Net):
+    __slots__ = ("gain",)
+
+    def __init__(self):
+        super().__init__()
+        self.gain = 3.0  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, "gain", 1.0)
+
+
+def test_slots_of_a_module_are_refused_for_its_copies_do_not_have_them():
+    with pytest.raises(TypeError, match=r"__slots__ \['gain'\] in the Slotted at 'inner'.*Remove __slots__"):
+        fa.from_module(nn.ModuleDict({"inner": Slotted()}))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_remedy__what_no_forward_reads_is_deleted():
+    module: Any = built(lambda: quantization.QuantWrapper(Net()))
+    module.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    module = quantization.prepare_qat(module.train())
+    with pytest.raises(TypeError, match=r"'the module itself' behind \"qconfig.*delete what no forward reads"):
+        fa.from_module(module)
+    for layer in module.modules():
+        layer.__dict__.pop("qconfig", None)
+    with pytest.raises(ValueError, match=r"at 'module\.l\.weight_fake_quant.*run the module once before from_module"):
+        trained(module, "autograd")
+    module(drawn(5, 3))
+    expected = copy.deepcopy(module)
+    state, loop = trained(module, "autograd"), imperative(expected)
+    assert all(torch.equal(state.params[name], value) for name, value in loop.items())
+    assert all(torch.equal(state.buffers[name], value) for name, value in expected.named_buffers())

@@ -18,7 +18,7 @@ from functional_amp.module.copies import (
     refuse_tables,
     shared,
 )
-from functional_amp.module.reach import absent, walk
+from functional_amp.module.reach import Slots, absent, walk
 from functional_amp.module.templates import Tensors, registered
 
 _KINDS = {
@@ -37,7 +37,8 @@ _STALE = (
 
 _LINKS = (
     "expected a module that reaches itself through attributes, lists, dicts, bound methods and partials alone. "
-    "Make the function a method, or write functools.partial(function, self); hold the module in a list."
+    "Make the function a method, or write functools.partial(function, self); hold the module in a list; delete what "
+    "no forward reads."
 )
 
 
@@ -117,6 +118,11 @@ def check_kinds(module: nn.Module) -> None:
                 raise TypeError(
                     f"module: found {kind.__name__} at {place!r}, expected a plain module. {_KINDS[kind.__name__]}."
                 )
+        if slots := list(Slots(layer)):
+            raise TypeError(
+                f"module: found __slots__ {slots} in the {type(layer).__name__} at {place!r}, expected attributes: "
+                "copy.deepcopy of a module leaves them out. Remove __slots__ from the class."
+            )
 
 
 def check_tensor(place: str, tensor: Tensor) -> None:
