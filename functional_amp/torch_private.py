@@ -203,6 +203,12 @@ def traced_value(variable: Any) -> Tensor:
     return variable.proxy.node.meta["example_value"]
 
 
+def traced_is(variable: Any, value: Any) -> bool:
+    """Whether a traced value is a constant of Python that equals another value."""
+    known = variable.as_python_constant() if variable.is_python_constant() else object()
+    return type(known) is type(value) and known == value
+
+
 def traced_class(variables: Iterable[Any], kind: type[Tensor]) -> None:
     """Makes a class what `isinstance` finds of traced tensors that are plain ones."""
     for variable in variables:

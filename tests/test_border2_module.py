@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -735,3 +737,57 @@ def test_the_remedy__what_no_forward_reads_is_deleted():
     state, loop = trained(module, "autograd"), imperative(expected)
     assert all(torch.equal(state.params[name], value) for name, value in loop.items())
     assert all(torch.equal(state.buffers[name], value) for name, value in expected.named_buffers())
+
+
+# Threads and graphs
+
+
+class AsksItsClass(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        first = isinstance(self.l.weight, nn.Parameter)
+        time.sleep(0.002)  # others come and go meanwhile
+        return super().forward(x) * (1 if first and isinstance(self.l.weight, nn.Parameter) else 100)
+
+
+def test_in_threads_that_share_parameters_these_are_parameters_to_the_end_of_each_call():
+    apply, params, _ = fa.from_module(built(AsksItsClass))
+    with torch.no_grad():
+        expected, found = apply(params, drawn(5, 3)), []
+
+    def calls() -> None:
+        with torch.no_grad():
+            found.extend(apply(params, drawn(5, 3)) for _ in range(10))
+
+    threads = [threading.Thread(target=calls) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40 and all(torch.equal(output, expected) for output in found)
+    assert not any(vars(p) for p in params.values())
+
+
+class Deeper(Net):
+    """Sets what it sets back."""
+
+    def __init__(self, left: int = 0):
+        super().__init__()
+        self.depth, self.left = 0, left
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.depth += 1
+        self.eval()
+        out = super().forward(x) * self.depth
+        self.train()
+        self.depth -= 1 - self.left
+        return out
+
+
+def test_what_a_forward_sets_and_sets_back_is_no_change_in_a_graph_either(fresh_dynamo: None):
+    module = built(Deeper)
+    apply, params, _ = fa.from_module(module)
+    graph: Any = torch.compile(apply, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(params, drawn(5, 3)), module(drawn(5, 3)))
+    apply, params, _ = fa.from_module(built(lambda: Deeper(left=1)))
+    with pytest.raises(Exception, match=r"keeps something at \['depth'\]"):
+        torch.compile(apply, backend="eager", fullgraph=True)(params, drawn(5, 3))

@@ -271,7 +271,8 @@ Further rules:
   `scale_backward` or a step takes the derivative. Write in place, which counts twice, as in torch.
 - What a backward keeps (an attribute that a hook sets, a buffer that the caller does not get) is an error of the step.
   In a loop of your own it is one of a later call.
-- In the forward parameters are `nn.Parameter` to `isinstance`. Setting their `requires_grad` is refused.
+- In the forward parameters are `nn.Parameter` to `isinstance`, not to `type()`. Setting their `requires_grad` is
+  refused. Outside of a derivative they do not require grad; in a graph they are no leaves.
 - Some things only the first call sees: globals that lie in the memory of the original, `requires_grad` that is set,
   gradients of parameters that are read or hooked, and writes through `.data`. In a branch that the first call did not
   take they are not noticed.

@@ -241,6 +241,24 @@ def test_scan_is_a_loop_in_a_graph():
     assert torch.compile(total, backend="eager", fullgraph=True)(torch.ones(5, 2)).tolist() == [5.0, 5.0]
 
 
+def test_traced_is_knows_a_constant_that_is_as_it_was(fresh_dynamo: None):
+    # When it answers no, a flag that a forward sets and resets is refused in a graph.
+    found = []
+
+    def looked_at(x: Tensor) -> Tensor:
+        number, text, pair, tensor = 3, "a", (1, 2), x + 1
+        private.comptime()(look)
+        return tensor * number + len(text) + pair[0]
+
+    def look(context: Any) -> None:
+        local = private.traced_locals(context)
+        for name, value in {"number": 3, "text": "a", "pair": (1, 2), "tensor": None}.items():
+            found.append((private.traced_is(local[name], value), private.traced_is(local[name], 4)))
+
+    torch.compile(looked_at, backend="eager", fullgraph=True)(torch.ones(1))
+    assert found == [(True, False)] * 3 + [(False, False)]
+
+
 def test_hooks_made_counts_those_of_modules():
     # When it stands still, a hook that a later call registers stays in one copy of the module, without a word.
     before = private.hooks_made()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Collection, Mapping
 from itertools import repeat
 from operator import is_
@@ -20,6 +21,8 @@ Tensors = dict[str, Tensor]
 _MACHINERY = {name for name in vars(nn.Module()) if name != "training"}
 _HOOKS = {name for name in _MACHINERY if "hook" in name}
 _MISSING = object()
+_MARKING = threading.RLock()
+"""Other threads may lay the same tensors in; a template may be collected meanwhile."""
 
 
 class Template:
@@ -80,15 +83,17 @@ class Template:
         """Lays the tensors in; to `isinstance`, those of parameters are `nn.Parameter` as long as they lie here."""
         for container, key, name in self.slots:
             container[key] = tensors[name]
-        for name in self._parameters:
-            own: Any = tensors[name].__dict__
-            if "_is_param" not in own:
-                own["_is_param"] = True
-                self._marked.append(own)
-        for name, marks in self._marks.items():
-            own = tensors[name].__dict__
-            if own.keys().isdisjoint(marks):
-                own.update(marks)
+        with _MARKING:
+            for name in self._parameters:
+                own: Any = tensors[name].__dict__
+                count = own.get("_is_param", 0)
+                if count is not True:  # a parameter of torch's own that holds other tensors
+                    own["_is_param"] = count + 1
+                    self._marked.append(own)
+            for name, marks in self._marks.items():
+                own = tensors[name].__dict__
+                if own.keys().isdisjoint(marks):
+                    own.update(marks)
                 self._marked_more.append((own, marks))
         self._hooks_made = hooks_made()
 
@@ -107,12 +112,14 @@ class Template:
         return after
 
     def _unmark(self) -> None:
-        for own in self._marked:
-            own.pop("_is_param", None)
-        for own, marks in self._marked_more:
-            for key, value in marks.items():
-                if own.get(key) is value:  # what the forward has set stays, and is found
-                    del own[key]
+        with _MARKING:
+            for own in self._marked:
+                if count := own.pop("_is_param", 1) - 1:
+                    own["_is_param"] = count
+            for own, marks in self._marked_more:
+                for key in marks if "_is_param" not in own else ():
+                    if own.get(key) is marks[key]:  # what the forward has set stays, and is found
+                        del own[key]
         self._marked_more.clear()
         self._marked.clear()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_amp.module.lender import Lender
-from functional_amp.module.reach import CONTAINERS, walk
+from functional_amp.module.reach import CONTAINERS, attributes, walk
 from functional_amp.module.rehearsal import (
     Originals,
     refuse_averages,
@@ -26,6 +26,7 @@ from functional_amp.torch_private import (
     traced_graph,
     traced_input_writes,
     traced_inputs,
+    traced_is,
     traced_items,
     traced_locals,
     traced_value,
@@ -130,5 +131,7 @@ def _look(context: Any) -> None:
         if isinstance(obj, CONTAINERS):
             changed += [path] * (id(obj) not in placed)
         else:
-            changed += [f"{path}.{name}".removeprefix(".") for name in effects.store_attr_mutations.get(variable, {})]
+            found, before = effects.store_attr_mutations.get(variable, {}), attributes(obj)
+            names = [name for name, now in found.items() if name not in before or not traced_is(now, before[name])]
+            changed += [f"{path}.{name}".removeprefix(".") for name in names]
     refuse_changes([name for name in changed if not lender.is_scratch(name)], _REHEARSE)
