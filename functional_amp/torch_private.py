@@ -198,9 +198,10 @@ def traced_items(variable: Any) -> dict[str, Any]:
     return {key.vt.as_python_constant(): value for key, value in variable.items.items()}
 
 
-def traced_value(variable: Any) -> Tensor:
-    """The stand-in of a traced tensor."""
-    return variable.proxy.node.meta["example_value"]
+def traced_value(variable: Any) -> Tensor | None:
+    """The stand-in of a traced tensor; None for anything else."""
+    proxy = getattr(variable, "proxy", None)
+    return None if proxy is None else proxy.node.meta["example_value"]
 
 
 def traced_is(variable: Any, value: Any) -> bool:

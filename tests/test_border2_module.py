@@ -448,6 +448,10 @@ def _dropping(module: Any) -> None:
     module.kept.pop()
 
 
+def _kept(module: Any) -> None:
+    pass
+
+
 class Listed(Net):
     p: Tensor
     q: Tensor
@@ -791,3 +795,50 @@ def test_what_a_forward_sets_and_sets_back_is_no_change_in_a_graph_either(fresh_
     apply, params, _ = fa.from_module(built(lambda: Deeper(left=1)))
     with pytest.raises(Exception, match=r"keeps something at \['depth'\]"):
         torch.compile(apply, backend="eager", fullgraph=True)(params, drawn(5, 3))
+
+
+class WritingTo(Net):
+    """Sets an attribute of a parameter."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        setattr(self.l.weight, self.name, 1)
+        return super().forward(x)
+
+
+def private_gains() -> nn.Module:
+    module = Net()
+    module.l.weight._is_marked = True  # pyright: ignore[reportAttributeAccessIssue]
+    module.shift = nn.Buffer(torch.ones(2), persistent=False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: TwoPlaces(_anew), r"several places of \['n'\] anew"),
+        (lambda: Listed(_rotating, buffers=True), r"several places of \['p', 'q'\] anew"),
+        (lambda: Going(_to_none), r"deletes \['n'\]"),
+        (lambda: Going(_deleted), r"deletes \['n'\]"),
+        (Gains, r"the attributes \['unit'\] of 'shift' in a graph.*Let the layer hold them"),
+        (lambda: Asking(_emptied), r"sets the attributes \['grad'\] of 'l\.weight'"),
+        (lambda: WritingTo("count"), r"sets the attributes \['count'\] of 'l\.weight'"),
+        (private_gains, None),
+        (lambda: TwoPlaces(_in_place), None),
+        (lambda: Listed(_kept, buffers=True), None),
+    ],
+)
+def test_a_graph_refuses_it_as_well_and_follows_the_remedies(make: Any, match: str | None, fresh_dynamo: None):
+    module = built(make)
+    apply, params, buffers = fa.from_module(module)
+    graph: Any = torch.compile(apply.with_buffers, backend="eager", fullgraph=True)
+    if match is None:
+        output, after = graph(params, buffers, drawn(5, 3))
+        torch.testing.assert_close(output, module(drawn(5, 3)))
+        assert all(torch.equal(after[name], value) for name, value in module.named_buffers())
+        return
+    with pytest.raises(Exception, match=match):
+        graph(params, buffers, drawn(5, 3))

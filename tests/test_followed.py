@@ -285,8 +285,9 @@ Further rules:
 - What a forward writes outside of the module (a global, an attribute of a class, a file, its arguments) is not looked
   at. Tables outside of the module that a layer or its `id` is the key of, a `WeakKeyDictionary` say, don't know the
   copies.
-- Numbers and strings that are attributes of a parameter itself are those of the tensors that a call lays in, but in a
-  graph. Other attributes of parameters are refused by `from_module`, and those that a forward sets by the first call.
+- Numbers and strings that are attributes of a parameter itself are those of the tensors that a call lays in. In a graph
+  they are refused, but for names that begin with an underscore, which a graph reads as missing. Other attributes of
+  parameters are refused by `from_module`, and those that a forward sets by the first call.
 - Where a forward or a loss leaves its graph (`fullgraph=False`), its writes in place are not seen.
 - What a forward writes before it reads it is kept for no other call: a call in another mode, of another method or in
   another branch that reads it first is an error. An object that the module shares with a function is put back instead.

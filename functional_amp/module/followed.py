@@ -148,6 +148,8 @@ def marks_of(place: str, tensor: Tensor) -> dict[str, Any]:
         TypeError: for more than numbers, strings and tuples of them.
     """
     found = dict(vars(tensor)) if type(tensor) in (Tensor, nn.Parameter) else {}
+    if "_is_buffer" in found:  # of nn.Buffer, for the layer that registers it
+        found.pop("persistent", None)
     for name, value in found.items():
         if not all(isinstance(obj, (tuple, frozenset)) for _, obj in walk((value,))):
             raise TypeError(

@@ -53,14 +53,14 @@ class Lender:
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
         parametrized: whether a layer has parametrizations.
-        traced: what a trace found before the forward: its graph, version counters by name, and of what the graph read
-            by source.
+        traced: what a trace found before the forward: its graph, version counters by name and of what the graph read
+            by source, and what had been set on tensors.
     """
 
     def __init__(self, master: nn.Module, known: Known):
         self.master, self.known = master, known
         self.written: set[str] = set()
-        self.traced: tuple[Any, dict[str, int], dict[str, int]] = None, {}, {}
+        self.traced: tuple[Any, dict[str, int], dict[str, int], set[Any]] = None, {}, {}, set()
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
         self._memo: dict[int, Any] = shared(master)

@@ -162,9 +162,23 @@ def written_to(given: Tensors, after: Mapping[str, Any], versions: list[int]) ->
 def refuse_marks(copies: Tensors) -> None:
     for name, tensor in copies.items():
         if type(tensor) is Tensor and vars(tensor):
+            refuse_set(name, sorted(vars(tensor)))
+
+
+def refuse_set(name: str, attributes: list[str]) -> None:
+    raise RuntimeError(
+        f"apply: found that the forward sets the attributes {attributes} of {name!r}, expected one that leaves it: the "
+        "next call lays another tensor in. Register a buffer in __init__ for what is kept; hook the output of a layer."
+    )
+
+
+def refuse_public(marks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises RuntimeError for attributes of parameters: a graph lays in none. Private ones are marks of libraries."""
+    for name, found in marks.items():
+        if public := sorted(key for key in found if not key.startswith("_")):
             raise RuntimeError(
-                f"apply: found that the forward sets the attributes {sorted(vars(tensor))} of {name!r}, expected one "
-                "that leaves it: the next call lays another tensor in. Register a buffer in __init__ for what is kept."
+                f"apply: found the attributes {public} of {name!r} in a graph, expected none: a graph has the tensors "
+                "alone. Let the layer hold them; or remove them (del) before from_module, if no forward reads them."
             )
 
 

@@ -145,11 +145,7 @@ class Template:
         """
         if self._untied:
             self.put_back()
-            raise RuntimeError(
-                f"apply: found that the forward assigns one of several places of {sorted({*self._untied})} anew, "
-                "expected one tensor at all of them: the next call lays one in. Write in place, self.n.add_(1); and "
-                "keep the order of a list in a buffer."
-            )
+            refuse_untied(self._untied)
         written = [(type(entry.obj).__name__, entry.path) for entry in self._bytes if entry.changed()]
         if written:
             self.put_back()
@@ -181,6 +177,15 @@ class Template:
 
 def _unread(place: str) -> Absent:
     return absent(place, KEPT)
+
+
+def refuse_untied(names: list[str]) -> None:
+    if names:
+        raise RuntimeError(
+            f"apply: found that the forward assigns one of several places of {sorted({*names})} anew, expected one "
+            "tensor at all of them: the next call lays one in. Write in place, self.n.add_(1); and keep the order of a "
+            "list in a buffer."
+        )
 
 
 def _held(container: Any, key: Any) -> Any:
