@@ -842,3 +842,22 @@ def test_a_graph_refuses_it_as_well_and_follows_the_remedies(make: Any, match: s
         return
     with pytest.raises(Exception, match=match):
         graph(params, buffers, drawn(5, 3))
+
+
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.f = torch.full((), 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.f
+
+
+def test_a_mode_that_is_asked_for_in_inference_can_be_differentiated_later():
+    module = built(Scaled)
+    apply, params, _ = fa.from_module(module)
+    with torch.inference_mode():
+        apply.eval()(params, drawn(5, 3))
+    loss = fa.scale_backward(lambda p: apply.eval()(p, drawn(5, 3)).sum(), fa.NoScale(), params, backend="autograd")
+    module(drawn(5, 3)).sum().backward()
+    assert all(torch.equal(loss.grads.tree[name], p.grad) for name, p in module.named_parameters())

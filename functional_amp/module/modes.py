@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -55,7 +56,8 @@ def in_mode(master: nn.Module, switch: Callable[[nn.Module], Any]) -> nn.Module:
     Raises:
         RuntimeError: where these compute with tensors, replace them, or freeze them.
     """
-    switched = copy.deepcopy(master, shared(master))
+    with torch.inference_mode(False):  # its constants are used by derivatives too
+        switched = copy.deepcopy(master, shared(master))
     before = registered(switched)
     flags = [tensor.requires_grad for _, tensor in before]
     with _Untouched({id(tensor): place for place, tensor in before}):
