@@ -275,7 +275,11 @@ Further rules:
   refused. Outside of a derivative they do not require grad; in a graph they are no leaves.
 - Some things only the first call sees: globals that lie in the memory of the original, `requires_grad` that is set,
   gradients of parameters that are read or hooked, and writes through `.data`. In a branch that the first call did not
-  take they are not noticed.
+  take they are not noticed. A write through an array of numpy that changes no value yet is not noticed either.
+- What a forward keeps, it keeps in a copy: a loss that reads `module.aux`, or an object that a hook fills, finds what
+  was there before. Return it.
+- Two modules that share a layer are two functions with a copy of it each. Make one module of both, and call its parts
+  by `apply.method(name)`.
 - `apply.train()` and `apply.eval()` call those of the module, on a copy without numbers. They may set flags: what
   merges, fuses or freezes is refused.
 - `apply.eval()` of a new process does not know which buffers a training elsewhere has moved, but for those of
