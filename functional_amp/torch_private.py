@@ -46,6 +46,11 @@ def below_modes() -> Any:
     return torch._C.DisableTorchFunction()
 
 
+def any_watching() -> bool:
+    """Whether a mode on this thread sees, or replaces, what each operator does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def fused_sgd(*args: Any, **kwargs: Any) -> Any:
     """torch's kernel for a list of leaves, in place; the one `torch.optim.SGD(fused=True)` runs."""
     return torch._fused_sgd_(*args, **kwargs)
@@ -202,12 +207,6 @@ def traced_value(variable: Any) -> Tensor | None:
     """The stand-in of a traced tensor; None for anything else."""
     proxy = getattr(variable, "proxy", None)
     return None if proxy is None else proxy.node.meta["example_value"]
-
-
-def traced_is(variable: Any, value: Any) -> bool:
-    """Whether a traced value is a constant of Python that equals another value."""
-    known = variable.as_python_constant() if variable.is_python_constant() else object()
-    return type(known) is type(value) and known == value
 
 
 def traced_class(variables: Iterable[Any], kind: type[Tensor]) -> None:

@@ -547,7 +547,7 @@ def test_G04_a_leaf_replaced_by_hand_in_the_last_state(change):
 def test_G04_a_leaf_replaced_by_hand_in_the_last_state__compiled():
     steps = pair_of_steps("donated and compiled")
     with torch._dynamo.config.patch(recompile_limit=64):  # other strides are other graphs
-        for change in CHANGES:  # with the same graphs where they fit: each takes seconds
+        for change in list(CHANGES)[::2]:  # with the same graphs where they fit: each takes seconds
             check_replaced(steps, change)
 
 

@@ -512,9 +512,10 @@ def schedulefree(name: str) -> Callable[[], Any]:
 OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any], torch.dtype]] = {
     **{
         f"optimi.{n}": (optimi(n), {"lr": 0.01}, torch.float32)
-        for n in ("Adam", "AdamW", "Lion", "RAdam", "StableAdamW")
+        for n in ("Adam", "AdamW", "Adan", "Lion", "RAdam", "Ranger", "SGD")
     },
-    **{f"optimi.{n}": (optimi(n), {"lr": 0.01}, torch.float32) for n in ("Adan", "Ranger", "SGD")},
+    # Where triton is installed it is chosen without a look at the device of the parameters.
+    "optimi.StableAdamW": (optimi("StableAdamW"), {"lr": 0.01, "triton": False}, torch.float32),
     "optimi.AdamW, Kahan": (optimi("AdamW"), {"lr": 0.01}, torch.bfloat16),
     "optimi.Lion, foreach": (optimi("Lion"), {"lr": 0.01, "triton": False, "foreach": False}, torch.float32),
     **{

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree as torch_pytree
 
 import functional_amp as fa
 import functional_amp.testing as own
+from functional_amp.tree import flatten, flatten_again, same_leaves
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 
@@ -237,3 +239,37 @@ def test_select_gives_no_history_to_parameters(condition):
     new, old = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
     selected = fa.select(torch.tensor(condition), {"w": new, "same": old}, {"w": old, "same": old})
     assert not any(leaf.requires_grad for leaf in selected.values())
+
+
+# flatten_again
+
+_X, _Y = torch.ones(2), torch.zeros(3)
+STRUCTURES: list[Any] = [
+    {"a": _X, "b": _Y},
+    {"b": _Y, "a": _X},
+    OrderedDict(b=_Y, a=_X),
+    {"a": _X, "b": None},
+    {"a": _X},
+    {"a": _X, "b": _Y, "c": _X},
+    {"a": {"b": _Y}, "b": _Y},
+    {"a": (), "b": []},
+    {"a": [_X], "b": (_Y,)},
+    {"a": fa.ScaledGrads({"w": _X}, 8.0), "b": _Y},
+    {},
+    (_X, _Y),
+    [_X, _Y],
+    _X,
+    None,
+]
+
+
+@pytest.mark.parametrize("known", range(len(STRUCTURES)))
+def test_flatten_again_is_flatten_whatever_structure_is_expected(known: int):
+    spec = flatten(STRUCTURES[known]).spec
+    for tree in STRUCTURES:
+        found, expected = flatten_again(tree, spec), flatten(tree)
+        if {type(tree), type(STRUCTURES[known])} == {dict, OrderedDict} and found.spec == spec:
+            again = found.unflatten(found.leaves)
+            assert again.keys() == tree.keys() and all(again[key] is tree[key] for key in tree)
+        else:
+            assert found.spec == expected.spec and same_leaves(found.leaves, expected.leaves)

@@ -52,7 +52,7 @@ def functional(
     for window in windows:
         state, _ = step(state, window)
 
-    fa.to_module(model, state.params)
+    fa.to_module(model, state.params, state.buffers)
     adamw.load_state_dict(fa.opt_state_to_torch(state.opt_state, adamw, names))
     ours = state.scaler.state_dict()
     scaler.load_state_dict({**ours, "scale": ours["scale"] * K})

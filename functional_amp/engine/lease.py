@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, cast
 
@@ -14,10 +14,19 @@ from torch import Tensor
 
 from functional_amp.engine.operators import before_writing
 from functional_amp.engine.sharded import locals_of
-from functional_amp.engine.storage import Fresh, cloned, dense, is_disjoint, is_sole_owner, unshared, write_into
+from functional_amp.engine.storage import (
+    Fresh,
+    cloned,
+    dense,
+    is_disjoint,
+    is_sole_owner,
+    unshared,
+    versioned,
+    write_into,
+)
 from functional_amp.registry import new, with_fields
 from functional_amp.torch_private import dynamo_exception
-from functional_amp.tree import Flat, PyTree, flatten, same_leaves
+from functional_amp.tree import PyTree, flatten_again, same_leaves
 from functional_amp.values.state import GIVEN, LOST, LOST_WINDOW, TrainState
 
 R = TypeVar("R")
@@ -37,7 +46,9 @@ class Lease(Fresh):
 
     def __init__(self) -> None:
         self.written: Literal["nothing", "window", "state"] = "nothing"
-        self._held: Flat | None = None
+        self._held: list[Any] = []
+        self._specs: list[Any] = []
+        self._seen: list[Any] = [None, None]
         self._places: list[list[Any]] = [[], [], []]
         self._remembered: dict[Hashable, Any] = {}
         self._recorded: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -45,26 +56,25 @@ class Lease(Fresh):
 
     def holds(self, state: TrainState) -> bool:
         """Whether a state has the very leaves that were returned last, in the places where they were."""
-        if self._held is None:
-            return False
-        flat = _leaves_of(state)
-        same = same_leaves(flat.leaves, self._held.leaves)
-        return same and flat.spec == self._held.spec and _places(flat.leaves) == self._places
+        leaves, specs = self._flattened(state)
+        return same_leaves(leaves, self._held) and specs == self._specs and _places(leaves) == self._places
 
     def hold(self, state: TrainState) -> None:
         """Takes note of a state that is about to be returned."""
-        flat, held = _leaves_of(state), [] if self._held is None else self._held.leaves
+        leaves, specs = self._flattened(state)
         if state.window is None:
-            self._close_window(flat.leaves)
-        known = min(len(held), len(flat.leaves))  # a window comes and goes at the end
-        if not same_leaves(held[:known], flat.leaves[:known]):
-            known = 0
-        opened = flat.leaves[known:]
+            self._close_window(leaves)
+        # Nothing here moves a tensor: whoever did it meanwhile is found by `holds`.
+        known = min(len(self._held), len(leaves))
+        fresh = [index for index in range(known) if leaves[index] is not self._held[index]]
+        fresh += range(known, len(leaves))
+        opened = [leaves[index] for index in fresh]
         if all([type(leaf) is Tensor for leaf in opened if isinstance(leaf, Tensor)]):
-            # Nothing here moves a tensor: whoever did it meanwhile is found by `holds`.
-            count = sum([isinstance(leaf, Tensor) for leaf in flat.leaves[:known]])
-            places = [[*before[:count], *after] for before, after in zip(self._places, _places(opened), strict=True)]
-            self._held, self._places = flat, places
+            self._held, self._specs = leaves, specs
+            for places, looks in zip(self._places, _places(opened), strict=True):
+                places[known:] = [None] * (len(leaves) - known)
+                for index, look in zip(fresh, looks, strict=True):
+                    places[index] = look
 
     def writing(self, what: Literal["window", "state"]) -> None:
         """To be called before a write."""
@@ -103,13 +113,12 @@ class Lease(Fresh):
 
     def working(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         works = [dense(leaf) for leaf in leaves]
-        self.writing_to(works)
+        self.writing_to(versioned(works))
         return works
 
-    def writing_to(self, leaves: Iterable[Tensor]) -> None:
+    def writing_to(self, leaves: Sequence[Tensor]) -> None:
         self.writing("state")
-        # The kernels themselves move no version counter.
-        torch.autograd.graph.increment_version([leaf for leaf in leaves if not leaf.is_inference()])
+        torch.autograd.graph.increment_version(leaves)  # the kernels themselves move no version counter
 
     def scratch(self, grads: Sequence[Tensor]) -> list[Tensor]:
         if len(grads) <= len(self._sums) and set(map(id, grads)) <= set(map(id, self._sums)):
@@ -154,6 +163,16 @@ class Lease(Fresh):
     def own(self, sums: list[Tensor | None]) -> None:
         """Takes note that these sums are nobody else's."""
         self._sums = sums
+
+    def _flattened(self, state: TrainState) -> tuple[list[Any], list[Any]]:
+        """What is written to, or recorded with, by what was made for the last state, and the structures of that."""
+        window = state.window
+        trees: list[Any] = [(state.params, state.opt_state, state.buffers)]
+        trees += [] if window is None else [(window.grads.tree, window.params)]
+        flats = [flatten_again(tree, seen) for tree, seen in zip(trees, self._seen)]
+        specs = [flat.spec for flat in flats]
+        self._seen[: len(specs)] = specs
+        return locals_of([leaf for flat in flats for leaf in flat.leaves]), specs
 
     def _close_window(self, leaves: list[Any]) -> None:
         """Lets go of the sums, and of copies that the engine recorded with in place of the state's own leaves."""
@@ -268,15 +287,10 @@ def _while_compiling(error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame, _ in frames)
 
 
-def _leaves_of(state: TrainState) -> Flat:
-    """What is written to, or recorded with, by what was made for the last state."""
-    window = state.window
-    opened = None if window is None else (window.grads.tree, window.params)
-    flat = flatten((state.params, state.opt_state, state.buffers, opened))
-    return Flat(locals_of(flat.leaves), flat.spec)
-
-
 def _places(leaves: list[Any]) -> list[list[Any]]:
     """Where the tensors lie: `leaf.data = ...` keeps a tensor, and changes its address or its strides."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf if isinstance(leaf, Tensor) else _NOWHERE for leaf in leaves]
     return [list(map(look, tensors)) for look in (Tensor.data_ptr, Tensor.size, Tensor.stride)]
+
+
+_NOWHERE = torch.empty(0)

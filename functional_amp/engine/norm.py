@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from functional_amp.dtypes import accumulation_dtype, is_finite, like, norm_dtype, scalar_dtype
+from functional_amp.dtypes import accumulation_dtype, is_finite, like, norm_dtype
 from functional_amp.engine.operators import implement
 from functional_amp.engine.sharded import Parts, any_sharded, parts_of
 from functional_amp.mode import in_graph, transformed
-from functional_amp.torch_private import below_modes, foreach_norm
+from functional_amp.torch_private import any_watching, below_modes, foreach_norm
 
 _SINGLE = {torch.float32, torch.float16, torch.bfloat16}
 _CHUNK = 2**18
@@ -53,8 +53,7 @@ def norm_of(leaves: Sequence[Tensor], norm_type: float) -> Norm:
     """The p-norm of all elements of float and complex leaves."""
     leaves = [leaf for leaf in leaves if leaf.numel()]
     single = norm_type == 2 and leaves and {leaf.dtype for leaf in leaves} <= _SINGLE and not transformed()
-    on_known = all([leaf.is_cpu or leaf.is_cuda for leaf in leaves])
-    if single and on_known and scalar_dtype(leaves[0].device) == torch.float64:
+    if single and all([leaf.is_cpu or leaf.is_cuda for leaf in leaves]):  # both have float64
         return _of_parts(leaves) if any_sharded(leaves) else _in_one_read(leaves)
     return _in_units(leaves, norm_type)
 
@@ -100,10 +99,11 @@ def _in_one_read(leaves: list[Tensor]) -> Norm:
     A double holds the square of every float32. A CPU adds doubles slowly unless the compiler
     vectorizes them: its operator adds float32 and looks whether that was enough.
     """
-    if in_graph() or all([type(leaf) is Tensor and leaf.is_cpu for leaf in leaves]):
+    on_cpu = not in_graph() and set(map(type, leaves)) == {Tensor} and all([leaf.is_cpu for leaf in leaves])
+    if in_graph() or (on_cpu and any_watching()):
         norm = torch.ops.functional_amp.norm(leaves)
-    else:
-        norm = _in_float64(leaves)
+    else:  # the operator itself converts each leaf twice
+        norm = _on_cpu(leaves) if on_cpu else _in_float64(leaves)
     return Norm(norm, 1.0, is_finite(norm), one_read=True)
 
 
@@ -115,10 +115,12 @@ def _in_float64(leaves: list[Tensor]) -> Tensor:
 def _on_cpu(leaves: list[Tensor]) -> Tensor:
     # Of many elements, dot is the faster sum of squares, and loses fewer digits.
     # The others add strided elements one by one: 2**25 ones end at 2**24.
-    large = [leaf.numel() >= 2**15 and (leaf.dtype == torch.float32 or not leaf.is_contiguous()) for leaf in leaves]
-    vectors = [_in_memory_order(leaf).float() for leaf, chosen in zip(leaves, large, strict=True) if chosen]
-    small = [leaf for leaf, chosen in zip(leaves, large, strict=True) if not chosen]
-    norms = [_by_dot(vector) for vector in vectors]
+    large: list[Tensor] = []
+    small: list[Tensor] = []
+    for leaf in leaves:
+        many = leaf.numel() >= 2**15 and (leaf.dtype == torch.float32 or not leaf.is_contiguous())
+        (large if many else small).append(leaf)
+    norms = [_by_dot(_in_memory_order(leaf).float()) for leaf in large]
     norms += foreach_norm(small, torch.float32) if small else []
     plain = torch.linalg.vector_norm(torch.stack(norms))
     with below_modes():  # a kernel, as torch's own are

@@ -23,9 +23,9 @@ def is_sharded(leaf: Any) -> bool:
     return isinstance(leaf, DTensor)
 
 
-def any_sharded(tree: PyTree) -> bool:
-    """Whether a leaf of a tree is a DTensor."""
-    return any([is_sharded(leaf) for leaf in flatten(tree).leaves])
+def any_sharded(leaves: Sequence[Any]) -> bool:
+    """Whether a leaf is a DTensor."""
+    return not set(map(type, leaves)) <= _PLAIN and any([is_sharded(leaf) for leaf in leaves])
 
 
 def whole(value: Any) -> Tensor:

@@ -63,8 +63,8 @@ class Fresh:
         """The flag by which all results of an update are selected; to be asked for before any of them is made."""
         return flag
 
-    def writing_to(self, leaves: Iterable[Tensor]) -> None:
-        """To be called before a kernel writes to leaves in place."""
+    def writing_to(self, leaves: Sequence[Tensor]) -> None:
+        """To be called before a kernel writes to leaves in place, with the `versioned` ones."""
 
     def recall(self, owner: Hashable, leaves: Sequence[Any], make: Callable[[bool], T], fits: Callable[[T], bool]) -> T:
         """What `make` gives, which is told whether it lasts.
@@ -125,6 +125,11 @@ def dense(leaf: Tensor) -> Tensor:
     """As a kernel takes it: contiguous, and not negated lazily."""
     leaf = leaf if leaf.is_contiguous() else leaf.contiguous()
     return leaf if in_graph() else leaf.resolve_neg()
+
+
+def versioned(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Those of some leaves that have a version counter; a graph has no others."""
+    return [leaf for leaf in leaves if in_graph() or not leaf.is_inference()]
 
 
 def is_sole_owner(tensor: Tensor) -> bool:

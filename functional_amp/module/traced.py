@@ -29,7 +29,6 @@ from functional_amp.torch_private import (
     traced_graph,
     traced_input_writes,
     traced_inputs,
-    traced_is,
     traced_items,
     traced_locals,
     traced_value,
@@ -80,13 +79,14 @@ def traced_call(
     return output, {name: left[name] for name in copies}
 
 
-def _compare(lender: Lender, fixed: Tensors, copies: Tensors, given: Any, returned: bool, after: list[Any]) -> None:
+def _compare(lender: Lender, fixed: Tensors, copies: Tensors, given: Any, returned: bool, after: list[Any]) -> Any:
     """While a graph is traced, refuses what the forward has changed; nothing is left of it in the graph.
 
     Args:
         after: the name of each slot and what lies there; empty before the forward.
     """
     comptime()(_look)
+    return lender, fixed, copies, given, returned, after  # dynamo drops the locals that nothing reads any more
 
 
 def _look(context: Any) -> None:
@@ -148,9 +148,15 @@ def _look(context: Any) -> None:
             changed += [path] * (id(obj) not in placed)
         else:
             found, before = effects.store_attr_mutations.get(variable, {}), attributes(obj)
-            names = [name for name, now in found.items() if name not in before or not traced_is(now, before[name])]
+            names = [name for name, now in found.items() if name not in before or not _is_constant(now, before[name])]
             changed += [f"{path}.{name}".removeprefix(".") for name in names]
     refuse_changes([name for name in changed if not lender.is_scratch(name)], _REHEARSE)
+
+
+def _is_constant(variable: Any, value: Any) -> bool:
+    """Whether a traced value is a constant of Python that equals another value."""
+    known = variable.as_python_constant() if variable.is_python_constant() else object()
+    return type(known) is type(value) and known == value
 
 
 def _set_on_tensors(effects: Any) -> set[tuple[int, str]]:

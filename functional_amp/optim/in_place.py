@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import divided
 from functional_amp.engine.operators import announce_writing, can_write_in_place, implement, operator
-from functional_amp.engine.storage import Storage, copied
+from functional_amp.engine.storage import Storage, copied, versioned
 from functional_amp.mode import host_readable
 from functional_amp.optim.imperative import Imperative, known, laid_out
 from functional_amp.torch_private import levels
@@ -41,7 +41,7 @@ def _working(leaves: list[Tensor], storage: Storage) -> list[Tensor]:
     """What the optimizer writes to."""
     if not storage.writes:
         return [copied(leaf) for leaf in leaves]
-    storage.writing_to([leaf for leaf in leaves if leaf.dim()])
+    storage.writing_to(versioned(leaf for leaf in leaves if leaf.dim()))
     return [leaf if leaf.dim() else leaf.clone() for leaf in leaves]  # a 0-dim leaf may be held elsewhere
 
 

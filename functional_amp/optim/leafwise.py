@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, counted, divided, is_differentiable, like, widened
-from functional_amp.engine.sharded import all_sharded_like, is_sharded, local_parts, placed_like
+from functional_amp.engine.sharded import all_sharded_like, any_sharded, local_parts, placed_like
 from functional_amp.engine.storage import Storage
 from functional_amp.mode import stage
 from functional_amp.optim.base import Optimizer, fitted, matched
 from functional_amp.optim.fused import Plan, plan_of, run_group
 from functional_amp.optim.kernels import Kernel
-from functional_amp.tree import Flat, PyTree, flatten, flatten_tensors, paths
+from functional_amp.tree import Flat, PyTree, flatten, flatten_again, flatten_tensors, paths
 
 
 class LeafUpdate(NamedTuple):
@@ -130,15 +130,15 @@ def leafwise(
         grads: PyTree, opt_state: Any, params: PyTree, divisor: Tensor | None, applied: Tensor, storage: Storage
     ) -> tuple[PyTree, Any]:
         param_flat = flatten(params)
-        # What treats each element by itself runs on the parts that are here.
-        if any([is_sharded(leaf) for leaf in param_flat.leaves]):
+        if any_sharded(param_flat.leaves):  # what treats each element by itself runs on the parts that are here
             placed = placed_like(grads, params)
             new_params, new_state = transact(
                 local_parts(placed), local_parts(opt_state), local_parts(params), divisor, applied, storage
             )
             return all_sharded_like(new_params, params), all_sharded_like(new_state, opt_state)
         count = count_of(opt_state)
-        flats = [param_flat, flatten(grads), *(flatten(slot) for slot in opt_state[1 : 1 + len(state_dtypes)])]
+        trees = [grads, *opt_state[1 : 1 + len(state_dtypes)]]
+        flats = [param_flat, *(flatten_again(tree, param_flat.spec) for tree in trees)]
 
         def make(lasting: bool) -> Plan:
             checked, taken = _columns(grads, params, opt_state, state_dtypes)
@@ -157,9 +157,9 @@ def leafwise(
             news = storage.put(olds, news)
             flats[0].leaves[index] = news[0]
             _put(flats, index, news[1:])
-        for indices, works in zip(plan.groups, plan.works, strict=True):
+        for group in plan.groups:
             assert kernel is not None
-            run_group(kernel, flats, indices, works, count, divisor, applied, storage)
+            run_group(kernel, flats, group, count, divisor, applied, storage)
         new_params, _, *new_slots = (flat.unflatten(flat.leaves) for flat in flats)
         moves = plan.rest or plan.groups or not _all_frozen(flats)
         return new_params, state_type(counted(count, applied) if moves else count, *new_slots)

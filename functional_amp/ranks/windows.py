@@ -14,7 +14,7 @@ from functional_amp.ranks.agree import REDUCTIONS, over_ranks
 from functional_amp.ranks.mesh import Inner, Ranks, as_ranks, inner_groups
 from functional_amp.registry import with_fields
 from functional_amp.torch_private import all_gathered
-from functional_amp.tree import PyTree, map_tensors
+from functional_amp.tree import PyTree, flatten, map_tensors
 from functional_amp.values.state import TrainState
 
 
@@ -83,7 +83,7 @@ def whole(tree: PyTree) -> PyTree:
     The way from a sharded run to one file: `save(path, whole(state_dict(state)))` on one rank. Each rank holds
     all of it for that long; `torch.distributed.checkpoint` saves the parts where they are.
     """
-    if not any_sharded(tree):
+    if not any_sharded(flatten(tree).leaves):
         return tree
     with torch.no_grad():
         return map_tensors(whole_leaf, tree)

@@ -108,5 +108,5 @@ def _finite(leaves: Sequence[Tensor], divisor: Tensor) -> Tensor:
 
 def gradient_leaves(grads: PyTree, what: str = "grads") -> list[Tensor]:
     """The float and complex leaves of a checked gradient tree."""
-    leaves = [leaf for leaf in flatten_tensors(grads, what).leaves if leaf is not None]
-    return [leaf for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex]
+    leaves = flatten_tensors(grads, what).leaves
+    return [leaf for leaf in leaves if leaf is not None and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)]
