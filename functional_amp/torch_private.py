@@ -110,6 +110,11 @@ def norm_layers() -> type[torch.nn.Module]:
     return torch.nn.modules.batchnorm._NormBase
 
 
+def hooks_made() -> int:
+    """How many hooks have been registered so far, of modules and of tensors, in this process."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
 def parametrizations_cached() -> bool:
     """True inside `torch.nn.utils.parametrize.cached()`."""
     return torch.nn.utils.parametrize._cache_enabled > 0
@@ -203,9 +208,10 @@ def traced_items(variable: Any) -> dict[str, Any]:
     return {key.vt.as_python_constant(): value for key, value in variable.items.items()}
 
 
-def traced_value(variable: Any) -> Tensor:
-    """The stand-in of a traced tensor."""
-    return variable.proxy.node.meta["example_value"]
+def traced_value(variable: Any) -> Tensor | None:
+    """The stand-in of a traced tensor; None for anything else."""
+    proxy = getattr(variable, "proxy", None)
+    return None if proxy is None else proxy.node.meta["example_value"]
 
 
 def traced_class(variables: Iterable[Any], kind: type[Tensor]) -> None:

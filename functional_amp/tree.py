@@ -247,7 +247,8 @@ def check_leaf(
         raise ValueError(
             f"{what}: found shape {tuple(leaf.shape)} at {path()!r}, "
             f"expected {tuple(reference.shape)} as in {expected}. "
-            "Reshape it, or build both from the same parameters."
+            "Reshape it, or build both from the same parameters"
+            + ("; where a forward shapes it, run the module once before from_module." if what == "buffers" else ".")
         )
     if dtype and leaf.dtype != reference.dtype:
         raise TypeError(

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import functional_amp as fa
+from tests import test_border2_module as border
 from tests import test_cases_modules as cases
 
 PAGE = Path(__file__).parent.parent / "docs" / "followed.md"
@@ -70,6 +71,7 @@ LINES = [
     Line("tables that parameters are the keys of, and sets of them", AT_ONCE, "names", lambda: _table()),
     Line("tables of `id(layer)`", AT_ONCE, "the layer or its name", lambda: _table(by_id=True)),
     Line("classes whose copies hold something else", AT_ONCE, "remove `__deepcopy__`", lambda: _forgetful()),
+    Line("classes of parameters that `detach()` does not keep", AT_ONCE, "an `nn.Parameter`", lambda: _of_a_class()),
     Line("objects that can not be copied", AT_ONCE, "give them a `__deepcopy__`", lambda: HELD(cases.Refusing())),
     Line("`DataParallel`, `DistributedDataParallel`", AT_ONCE, "its `.module`", lambda: nn.DataParallel(cases.Net())),
     Line("`ScriptModule`", AT_ONCE, "the module that was scripted", lambda: cases.scripted(nn.Linear(3, 4))),
@@ -84,6 +86,9 @@ LINES = [
     Line("buffers and modules made in the forward", AT_THE_CALL, "make them in `__init__`", cases.MadeAtFirst),
     Line("numbers kept in arrays, slots, keys of dicts", AT_THE_CALL, "a buffer", lambda: _array_that_counts()),
     Line("lists that grow", AT_THE_CALL, "return it; or `scratch=`", cases.Logging),
+    Line("tied places of which one is assigned anew", AT_THE_CALL, "write in place", lambda: _parting()),
+    Line("buffers deleted or set to None", AT_THE_CALL, "zeros, and a flag", lambda: _going()),
+    Line("hooks added or removed in the forward", AT_THE_CALL, "add them before", lambda: _hooking()),
     Line("tensors written to that are no buffers", AT_THE_CALL, "register them", cases.Constant),
     Line("variables of closures that count", AT_THE_CALL, "a buffer", cases.CountingInAClosure),
     Line("reentrant checkpoints", AT_THE_CALL, "`use_reentrant=False`", lambda: cases.Checkpointed(use_reentrant=True)),
@@ -99,6 +104,24 @@ def _array() -> nn.Module:
 def _table(*, by_id: bool = False) -> nn.Module:
     module = cases.Net()
     module.f = {id(module.l): 1} if by_id else {module.l.weight}
+    return module
+
+
+def _parting() -> nn.Module:
+    return border.TwoPlaces(border._anew)
+
+
+def _going() -> nn.Module:
+    return border.Going(border._to_none)
+
+
+def _hooking() -> nn.Module:
+    return border.Hooking(border._removing, rows=0)
+
+
+def _of_a_class() -> nn.Module:
+    module = cases.Net()
+    module.l.bias = border.Marked(torch.zeros(4))
     return module
 
 
@@ -248,17 +271,30 @@ Further rules:
   `scale_backward` or a step takes the derivative. Write in place, which counts twice, as in torch.
 - What a backward keeps (an attribute that a hook sets, a buffer that the caller does not get) is an error of the step.
   In a loop of your own it is one of a later call.
-- In the forward parameters are `nn.Parameter` to `isinstance`. Setting their `requires_grad` is refused.
-- Some things only the first call sees: globals that lie in the memory of the original, `requires_grad` that is set, and
-  writes through `.data`. In a branch that the first call did not take they are not noticed.
+- In the forward parameters are `nn.Parameter` to `isinstance`, not to `type()`. Setting their `requires_grad` is
+  refused. Outside of a derivative they do not require grad; in a graph they are no leaves.
+- Some things only the first call sees: globals that lie in the memory of the original, `requires_grad` that is set,
+  gradients of parameters that are read or hooked, and writes through `.data`. In a branch that the first call did not
+  take they are not noticed. A write through an array of numpy that changes no value yet is not noticed either.
+- What a forward keeps, it keeps in a copy: a loss that reads `module.aux`, or an object that a hook fills, finds what
+  was there before. Return it.
+- Two modules that share a layer are two functions with a copy of it each. Make one module of both, and call its parts
+  by `apply.method(name)`.
+- `apply.train()` and `apply.eval()` call those of the module, on a copy without numbers. They may set flags: what
+  merges, fuses or freezes is refused.
 - `apply.eval()` of a new process does not know which buffers a training elsewhere has moved, but for those of
   normalization layers. Say `apply.eval().bind(state.buffers)`.
 - Arrays of numpy and other buffers are compared after the first call, and those up to 64 KiB after the later ones too.
   Other objects of compiled code are compared after the first call, by what pickle gives.
 - What a forward writes outside of the module (a global, an attribute of a class, a file, its arguments) is not looked
   at. Tables outside of the module that a layer or its `id` is the key of, a `WeakKeyDictionary` say, don't know the
-  copies. Attributes that were set on a parameter itself are not in the tensors that a call lays in.
+  copies.
+- Numbers and strings that are attributes of a parameter itself are those of the tensors that a call lays in. In a graph
+  they are refused, but for names that begin with an underscore, which a graph reads as missing. Other attributes of
+  parameters are refused by `from_module`, and those that a forward sets by the first call.
 - Where a forward or a loss leaves its graph (`fullgraph=False`), its writes in place are not seen.
+- What a forward writes before it reads it is kept for no other call: a call in another mode, of another method or in
+  another branch that reads it first is an error. An object that the module shares with a function is put back instead.
 - `scratch=` is a promise: what these attributes hold after a call is dropped, and no later call reads it. A name that
   no attribute has does nothing.
 - Random numbers for a tensor whose memory is not contiguous (dropout after a transpose, say) are drawn in another

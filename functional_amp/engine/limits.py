@@ -23,6 +23,7 @@ LIMITS = {
     "backward() called inside a functorch transform": "a backward inside the loss",
     "You are attempting to call Tensor.requires_grad_()": "requires_grad_() inside the loss",
     "You are attempting to call Tensor.retain_grad()": "retain_grad() inside the loss",
+    "mutating directly with `.data` inside functorch": "an assignment to x.data, such as that of module.to()",
     "would mutate a captured Tensor": "a write in place to what is not a parameter, such as its batch (x = x / 2 "
     "writes to nothing) or its buffers (new tensors come back in the Loss)",
     "appears to not have been used in the graph": "a derivative with respect to something that required grad before "

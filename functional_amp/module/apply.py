@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, own_copy
+from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, marks_of, own_copy
 from functional_amp.module.gathered import layouts_of, read_gathered
 from functional_amp.module.lender import Lender
+from functional_amp.module.modes import Known
 from functional_amp.module.rehearsal import refuse_lost, refuse_statistics
 from functional_amp.module.templates import Tensors, registered
 from functional_amp.module.traced import traced_call
@@ -44,19 +44,22 @@ class Apply:
     version counters and attributes. docs/followed.md lists what is followed and what is refused.
     """
 
-    template: nn.Module
-    """A private copy on the meta device: the structure without the numbers."""
     trainable: frozenset[str]
     """The names of the parameters."""
     buffers: Tensors
     frozen: frozenset[str]
     """The names among `buffers` that are parameters with requires_grad=False."""
     lender: Lender
-    modes: dict[bool, Lender]
-    """The lenders of the train and of the eval mode, once they have been asked for."""
+    modes: dict[bool | None, Lender]
+    """The lenders of train(True), train(False) and eval() (None), once they have been asked for."""
     name: str = ""
     """The method that is called; the module itself where it is empty."""
     bound: bool = False
+
+    @property
+    def template(self) -> nn.Module:
+        """A private copy on the meta device: the structure without the numbers."""
+        return self.lender.master
 
     def __call__(self, params: Tensors, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward with fixed buffers: those that were bound, or those that the module had.
@@ -87,16 +90,16 @@ class Apply:
         return self._run(params, buffers, args, kwargs, returned=True)[:2]
 
     def train(self, mode: bool = True) -> Apply:
-        """The same function in train mode (dropout on, BatchNorm on batch statistics)."""
-        if mode not in self.modes:
-            master = copy.deepcopy(self.template).train(mode)
-            self.modes[mode] = Lender(master, self.lender.origin, self.lender.scratch, self.lender.moved)
-        lender = self.modes[mode]
-        return dataclasses.replace(self, template=lender.master, lender=lender)
+        """The same function in train mode (dropout on, BatchNorm on batch statistics).
+
+        Raises:
+            RuntimeError: for a module whose own `train()` does more than to set flags: one that merges weights, say.
+        """
+        return self._in_mode(mode, lambda module: module.train(mode))
 
     def eval(self) -> Apply:
-        """The same function in eval mode."""
-        return self.train(False)
+        """The same function in eval mode; see `train`."""
+        return self._in_mode(None, lambda module: module.eval())
 
     def bind(self, buffers: Tensors) -> Apply:
         """The function with other fixed buffers, which are copied: those of a trained state, for evaluation.
@@ -151,9 +154,14 @@ class Apply:
         _check_names(buffers, set(self.buffers), "buffers")
         return self.lender.state_dict({**params, **buffers})
 
+    def _in_mode(self, mode: bool | None, switch: Callable[[nn.Module], Any]) -> Apply:
+        if mode not in self.modes:
+            self.modes[mode] = self.lender.in_mode(switch)
+        return dataclasses.replace(self, lender=self.modes[mode])
+
     def _check_statistics(self) -> None:
         """Raises where fixed buffers would be running statistics that training has moved, or may have."""
-        names = [name for name in self.buffers if name in self.lender.statistics or name in self.lender.moved]
+        names = [name for name in self.buffers if name in self.lender.statistics or name in self.lender.known.moved]
         refuse_statistics(names)
 
     def _run(
@@ -211,14 +219,15 @@ def from_module(module: nn.Module, *, scratch: Iterable[str] = (), gather: torch
             tensors[place] = tensor
     check_memory(tensors)
     trainable = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    marks = {name: found for name, tensor in tensors.items() if (found := marks_of(name, tensor))}
     others = {name: t.detach().clone() for name, t in tensors.items() if name not in trainable}
     frozen = frozenset(name for name in others if isinstance(tensors[name], nn.Parameter))
     origin = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
     master = own_copy(module)
     if gather is not None:
         read_gathered(master, gather, layouts_of(module))
-    lender = Lender(master, origin, scratch, set())
-    apply = Apply(lender.master, frozenset(trainable), dict(others), frozen, lender, {})
+    lender = Lender(master, Known(origin, frozenset(scratch), set(), set(), marks))
+    apply = Apply(frozenset(trainable), dict(others), frozen, lender, {})
     return FromModule(apply, {name: t.detach().clone() for name, t in trainable.items()}, others)
 
 

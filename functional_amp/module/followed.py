@@ -18,7 +18,7 @@ from functional_amp.module.copies import (
     refuse_tables,
     shared,
 )
-from functional_amp.module.reach import absent, walk
+from functional_amp.module.reach import Slots, absent, walk
 from functional_amp.module.templates import Tensors, registered
 
 _KINDS = {
@@ -37,7 +37,8 @@ _STALE = (
 
 _LINKS = (
     "expected a module that reaches itself through attributes, lists, dicts, bound methods and partials alone. "
-    "Make the function a method, or write functools.partial(function, self); hold the module in a list."
+    "Make the function a method, or write functools.partial(function, self); hold the module in a list; delete what "
+    "no forward reads."
 )
 
 
@@ -117,17 +118,45 @@ def check_kinds(module: nn.Module) -> None:
                 raise TypeError(
                     f"module: found {kind.__name__} at {place!r}, expected a plain module. {_KINDS[kind.__name__]}."
                 )
+        if slots := list(Slots(layer)):
+            raise TypeError(
+                f"module: found __slots__ {slots} in the {type(layer).__name__} at {place!r}, expected attributes: "
+                "copy.deepcopy of a module leaves them out. Remove __slots__ from the class."
+            )
 
 
 def check_tensor(place: str, tensor: Tensor) -> None:
     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise TypeError(f"module: {place!r} has no shape yet. Run the module on one batch first.")
+    if type(tensor) is not nn.Parameter and type(tensor.detach()) is not type(tensor):
+        raise TypeError(
+            f"module: found a {type(tensor).__name__} at {place!r}, expected an nn.Parameter, or a class of tensors "
+            "that detach() keeps: each call lays other tensors in. Make it an nn.Parameter; its layer may hold more."
+        )
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise TypeError(
             f"module: found a gradient hook on {place!r}, expected none: gradients are values here, and pass no hook. "
             "Remove it (handle.remove()), and say the same in the loss function: to freeze rows, give apply "
             "torch.where(mask, weight, weight.detach())."
         )
+
+
+def marks_of(place: str, tensor: Tensor) -> dict[str, Any]:
+    """The attributes of a plain tensor, as people set them on parameters.
+
+    Raises:
+        TypeError: for more than numbers, strings and tuples of them.
+    """
+    found = dict(vars(tensor)) if type(tensor) in (Tensor, nn.Parameter) else {}
+    if "_is_buffer" in found:  # of nn.Buffer, for the layer that registers it
+        found.pop("persistent", None)
+    for name, value in found.items():
+        if not all(isinstance(obj, (tuple, frozenset)) for _, obj in walk((value,))):
+            raise TypeError(
+                f"module: found a {type(value).__name__} as the attribute {name!r} of {place!r}, expected numbers, "
+                "strings or tuples of them: each call lays other tensors in. Let the layer hold it, or remove it."
+            )
+    return found
 
 
 def check_memory(tensors: Tensors) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,18 +15,22 @@ from functional_amp.engine.random import all_generators_kept
 from functional_amp.engine.unwritten import versions_of
 from functional_amp.module.copies import lists_of_weights, shared
 from functional_amp.module.loan import Loan
-from functional_amp.module.reach import Absent, absent, walk
+from functional_amp.module.modes import Known, in_mode
+from functional_amp.module.reach import Absent, Unread, absent, walk
 from functional_amp.module.rehearsal import (
     Watch,
     copied,
     own_leaf,
     refuse_changes,
+    refuse_gone,
+    refuse_marks,
     refuse_writes,
     same_bits,
     unseen_by_checkpoints,
     written_to,
 )
 from functional_amp.module.templates import Change, Template, Tensors, registered, slots
+from functional_amp.module.watched import holders, seal
 from functional_amp.torch_private import is_fake, norm_layers
 
 _TAKEN_OUT = (
@@ -43,28 +46,22 @@ class Lender:
 
     Attributes:
         master: the module with its tensors on the meta device, of which the templates are copied.
-        origin: the tensors of the module that `from_module` was given, by name, held weakly.
-        scratch: the attributes that a forward may write: those that the user names, and those that a
-            rehearsal finds to be written before they are read.
         names: the name of each tensor of the master, by its id.
-        plan, kept: the slots and the scratch of the master itself, for graphs, which are traced with it.
+        plan, scratch: the slots and the scratch of the master itself, for graphs, which are traced with it.
         parameters: the names of what is a parameter, frozen ones included.
         constants: the tensors that are neither parameters nor buffers, by path.
         places: the name of the tensor at each attribute path, where there are no other slots; else empty.
         statistics: the buffers in which normalization layers keep running statistics.
         written: the buffers that the forward writes to.
-        moved: the same, for all modes together.
         parametrized: whether a layer has parametrizations.
-        traced: what a trace found before the forward: its graph, version counters by name, and of what the graph read
-            by source.
+        traced: what a trace found before the forward: its graph, version counters by name and of what the graph read
+            by source, and what had been set on tensors.
     """
 
-    def __init__(
-        self, master: nn.Module, origin: Mapping[str, weakref.ref[Tensor]], scratch: Iterable[str], moved: set[str]
-    ):
-        self.master, self.origin, self.scratch, self.moved = master, origin, set(scratch), moved
+    def __init__(self, master: nn.Module, known: Known):
+        self.master, self.known = master, known
         self.written: set[str] = set()
-        self.traced: tuple[Any, dict[str, int], dict[str, int]] = None, {}, {}
+        self.traced: tuple[Any, dict[str, int], dict[str, int], set[Any]] = None, {}, {}, set()
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
         self._memo: dict[int, Any] = shared(master)
@@ -76,7 +73,7 @@ class Lender:
                 self._memo[id(tensor)] = made
         self.parameters = {self.names[id(p)] for p in master.parameters()}
         # What stands for a stale value can't be read: a forward that passes has written it first.
-        self.scratch |= {path for path, obj in walk(master) if isinstance(obj, Absent)} | lists_of_weights(master)
+        self._anew = {path for path, obj in walk(master) if isinstance(obj, Absent)} | lists_of_weights(master)
         self.constants = {
             path: obj
             for path, obj in walk(master)
@@ -88,23 +85,28 @@ class Lender:
         attributes = {place: self.names[id(tensor)] for place, tensor in registered(master)}
         made_later = any(buffer is None for layer in master.modules() for buffer in layer._buffers.values())
         self.places = attributes if len(attributes) == len(self.plan) and not made_later else {}
-        self.kept = self._places_of_scratch()
         norms = [layer for layer in master.modules() if isinstance(layer, norm_layers())]
         norms = [layer for layer in norms if layer.track_running_stats]
         self.writes_statistics = any(layer.training for layer in norms)
         self.statistics = {self.names[id(b)] for layer in norms for b in layer._buffers.values() if b is not None}
         self.parametrized = any(map(is_parametrized, master.modules()))
+        self._seal()
         self._free = [self._make({})]
         self._late: list[RuntimeError] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"master": self.master, "scratch": self.scratch, "moved": self.moved}
+        return {"master": self.master, "known": self.known._replace(origin={})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["master"], {}, state["scratch"], state["moved"])
+        self.__init__(**state)
 
-    def __deepcopy__(self, memo: Any) -> Lender:
-        return Lender(copy.deepcopy(self.master, memo), self.origin, self.scratch, self.moved)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lender:
+        memo.update(shared(self.master))
+        return Lender(copy.deepcopy(self.master, memo), self.known)
+
+    def in_mode(self, switch: Callable[[nn.Module], Any]) -> Lender:
+        """The lender of the same module in another mode."""
+        return Lender(in_mode(self.master, switch), self.known)
 
     def call(
         self,
@@ -135,6 +137,8 @@ class Lender:
             raise self._late.pop()
         if (method, torch.is_grad_enabled()) not in self._rehearsed:
             self._rehearse({**params, **buffers}, params, method, args, kwargs)
+        if len(self.known.kept) != self._sealed:
+            self._seal()
         fixed = frozen - self.written if self.written else frozen
         tensors = {**params, **{name: b if name in fixed else b.clone() for name, b in buffers.items()}}
         try:
@@ -155,6 +159,7 @@ class Lender:
         written = written_to(tensors, after, versions)
         try:
             if written:
+                refuse_gone(written, after)
                 refuse_writes(written & {*params, *fixed})
             moved = [] if versions_of(self.constants.values()) == self._as_made else list(self.constants)
             refuse_changes([*moved, *(change.name for change in changes if not self.is_scratch(change.name))])
@@ -162,7 +167,7 @@ class Lender:
             self._free.append(template)
             raise
         self.written |= written
-        self.moved |= written
+        self.known.moved.update(written)
         lent = {**tensors, **{name: after[name].detach() for name in written}}
         Loan(
             template,
@@ -184,7 +189,7 @@ class Lender:
         return template.module.state_dict()
 
     def _make(self, constants: Mapping[int, Tensor]) -> Template:
-        return Template(self.master, {**self._memo, **constants}, self._absent)
+        return Template(self.master, {**self._memo, **constants}, self._absent, self.known.marks)
 
     def _take_back(self, template: Template) -> None:
         template.take_out()
@@ -193,22 +198,32 @@ class Lender:
 
     def alive(self) -> dict[str, Tensor]:
         """The tensors of the original module, as far as it still exists."""
-        found = {name: tensor() for name, tensor in self.origin.items()}
+        found = {name: tensor() for name, tensor in self.known.origin.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def is_scratch(self, name: str) -> bool:
         """True for the place of an attribute that a forward may write."""
-        return not self.scratch.isdisjoint({name, *name.replace("[", ".").split(".")})
+        if name in self.known.kept or name in self._anew:
+            return True
+        return not self.known.scratch.isdisjoint({name, *name.replace("[", ".").split(".")})
+
+    def _seal(self) -> None:
+        """Lets no call read what an earlier one has kept; but for objects that all copies share with the original."""
+        objects = [(path, obj) for path, obj in walk(self.master) if self._memo.get(id(obj)) is not obj]
+        seal((entry for path, obj in objects for entry in holders(path, obj)), self.known.kept, Unread)
+        self._sealed, self._free = len(self.known.kept), []
+        self.scratch = self._places_of_scratch()
 
     def _places_of_scratch(self) -> list[tuple[nn.Module, str, Any, bool]]:
         """The layer and the name of each attribute that a forward writes, what it held, and whether it was there."""
         layers, found = dict(self.master.named_modules()), []
-        for name in sorted(self.scratch):
+        for name in sorted({*self.known.scratch, *self.known.kept, *self._anew}):
             path, _, key = name.rpartition(".")
             if path in layers:
                 before = vars(layers[path]).get(key)
-                known = None if isinstance(before, Tensor) else before
-                found.append((layers[path], key, known, key in vars(layers[path])))
+                if isinstance(before, Tensor):
+                    before = Unread(name) if isinstance(before, Absent) else None
+                found.append((layers[path], key, before, key in vars(layers[path])))
         return found
 
     # The rehearsal
@@ -222,8 +237,7 @@ class Lender:
             unread = {change.name for change in asked}
             if unread and not self._writes_first(unread, tensors, trainable, method, args, kwargs):
                 refuse_changes(unread)
-            self.scratch |= {change.name for change in changes}
-            self.kept = self._places_of_scratch()
+            self.known.kept.update(unread)
         if not any(is_fake(tensor) or tensor.is_meta for tensor in tensors.values()):  # which have no values to compare
             self._rehearsed.add((method, torch.is_grad_enabled()))
 
@@ -245,7 +259,7 @@ class Lender:
         args: Any,
         kwargs: Any,
         *,
-        unread: Iterable[str] = (),
+        unread: Collection[str] = (),
     ) -> list[Change]:
         constants = {path: constant.clone() for path, constant in self.constants.items()}
         template = self._make({id(old): constants[path] for path, old in self.constants.items()})
@@ -256,17 +270,20 @@ class Lender:
         template.seal(unread)
         template.place(copies)
         try:
-            with Watch(self.alive(), copies, trainable), unseen_by_checkpoints():
+            with Watch(self.alive(), copies, trainable) as watch, unseen_by_checkpoints():
                 template.run(method, args, kwargs)
             after = template.take_out()
             changes = template.changes()
         finally:
             template.take_out()
             template.put_back()  # closures are shared with the original
+        refuse_marks(copies)
         written = written_to(both, {**constants, **after}, versions)
+        refuse_gone(written.difference(constants), after)
         written |= {name for name, old in {**tensors, **self.constants}.items() if not same_bits(both[name], old)}
+        written |= watch.written
         refuse_writes(written.intersection(trainable))
         refuse_changes(written.intersection(constants))
         self.written |= written
-        self.moved |= written
+        self.known.moved.update(written)
         return changes

@@ -23,10 +23,15 @@ _ATOMS = (
 )
 CONTAINERS = (dict, list, set, collections.deque, types.CellType)
 _FOLLOWED = (*CONTAINERS, tuple, frozenset, types.FunctionType, types.MethodType, functools.partial, weakref.ref)
-# What a placeholder answers truly. Its device is not among it: it has none.
-_KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")}
-_KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
-_KNOWN |= {Tensor.__repr__, Tensor.__len__}
+# What a tensor without numbers answers truly. Its device is not among it: it has none.
+KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")}
+KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
+KNOWN |= {Tensor.__repr__, Tensor.__len__}
+
+KEPT = (
+    "before it is written, expected the forward to write it first: it holds something of an earlier call, in another "
+    "mode, method or branch. Register a buffer in __init__ and use apply.with_buffers, or pass it as an argument."
+)
 
 
 class Absent(Tensor):
@@ -37,7 +42,7 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KNOWN:
+        if func in KNOWN:
             with below_subclasses():
                 return func(*args, **(kwargs or {}))
         for _, found in walk((args, kwargs)):
@@ -62,6 +67,25 @@ def absent(place: str, why: str, shape: Any = (), dtype: Any = torch.float32, pa
     return made
 
 
+class Unread:
+    """Stands in the module that graphs are traced with, where a forward keeps what no later call may read."""
+
+    def __init__(self, place: str):
+        self.place = place
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(f"apply: found a use of {self.place!r} {KEPT}")
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self)
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __deepcopy__(self, memo: Any) -> Unread:
+        return self
+
+
 def walk(root: Any, stop: Callable[[Any], bool] = lambda obj: False) -> Iterator[tuple[str, Any]]:
     """Every object below the root once, with the shortest path to it. What holds `stop` is not entered.
 
@@ -74,14 +98,15 @@ def walk(root: Any, stop: Callable[[Any], bool] = lambda obj: False) -> Iterator
         if obj is not root and stop(obj):
             continue
         for step, child in children(obj):
-            if not isinstance(child, _ATOMS) and id(child) not in seen and not _is_of_ranks(child):
+            if not isinstance(child, _ATOMS) and id(child) not in seen and not _is_torchs(child):
                 seen[id(child)] = child
                 todo.append((path + step, child))
 
 
-def _is_of_ranks(obj: Any) -> bool:
-    """A mesh or a group of torch.distributed, which keeps for itself what it has found out."""
-    return not isinstance(obj, (nn.Module, Tensor)) and type(obj).__module__.startswith("torch.distributed.")
+def _is_torchs(obj: Any) -> bool:
+    """A mesh or a group of torch.distributed, or the compiler: they keep for themselves what they have found out."""
+    machinery = type(obj).__module__.startswith(("torch.distributed.", "torch._dynamo."))
+    return machinery and not isinstance(obj, (nn.Module, Tensor))
 
 
 def children(obj: Any) -> list[tuple[str, Any]]:

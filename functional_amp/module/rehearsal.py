@@ -29,24 +29,31 @@ class Originals:
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = dict(tensors)  # alive meanwhile: what is freed gives its id and its memory to others
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        spans = sorted((*span, name) for name, tensor in tensors.items() if (span := memory(tensor)))
+        spans = sorted((*span, name) for name, tensor in tensors.items() if (span := memory(unwrapped(tensor))))
         self._starts, self._spans = [start for start, _, _ in spans], spans
 
-    def refuse(self, tensor: Tensor) -> None:
-        """Raises RuntimeError for one of them, and for what lies in the memory of one: a view or a detached alias."""
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The name of one of them, and of what lies in the memory of one: a view or a detached alias."""
         name = self._names.get(id(tensor))
         if name is None and (span := memory(unwrapped(tensor))):
             index = bisect.bisect_left(self._starts, span[1]) - 1  # the last one that starts before it ends
             if index >= 0 and self._spans[index][1] > span[0]:
                 name = self._spans[index][2]
-        if name is not None:
+        return name
+
+    def refuse(self, tensor: Tensor) -> None:
+        """Raises RuntimeError for one of them, or for what lies in its memory."""
+        if (name := self.name_of(tensor)) is not None:
             raise RuntimeError(
                 f"apply: found that the forward reads {name!r} of the original module (through a global, say), "
                 "expected attributes of its own. Read it through self, or pass it as an argument."
             )
 
 
-_FLAGS = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
+FLAGS = (Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__)
+_GRAD = cast(Any, Tensor.grad)
+_OF_GRADIENTS = (_GRAD.__get__, _GRAD.__set__, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_DATA, _NEW_DATA = cast(Any, Tensor.data).__get__, cast(Any, Tensor.data).__set__
 
 
 class Watch(TorchFunctionMode):
@@ -55,8 +62,15 @@ class Watch(TorchFunctionMode):
     def __init__(self, original: Mapping[str, Tensor], placed: Mapping[str, Tensor], trainable: Collection[str]):
         super().__init__()
         self._originals = Originals(original)
-        self._placed = {id(tensor): name for name, tensor in placed.items()}
+        self._placed, self._copies = {id(tensor): name for name, tensor in placed.items()}, Originals(placed)
         self._trainable = trainable
+        self._data: list[tuple[str, Tensor, list[int]]] = []
+        self._given_memory: set[str] = set()
+
+    @property
+    def written(self) -> set[str]:
+        """What was written to through `.data`, which moves no version counter of the tensor's own."""
+        return self._given_memory | {name for name, data, before in self._data if versions_of([data]) != before}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,15 +78,28 @@ class Watch(TorchFunctionMode):
             for found in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(found, Tensor):
                     self._originals.refuse(found)
-        if func in _FLAGS and (name := self._placed.get(id(args[0]))) is not None:
+        if func in FLAGS and (name := self._placed.get(id(args[0]))) is not None:
             if name in self._trainable or (*args[1:], *kwargs.values(), True)[0]:
                 _refuse_flag(name)
+        if func in _OF_GRADIENTS and (name := self._placed.get(id(args[0]))) in self._trainable:
+            if sys._getframe(1).f_code.co_name != "_apply":  # that of module.to(), which moves a gradient as well
+                _refuse_gradient(name)
         if not torch.is_grad_enabled() and _in_reentrant_checkpoint():
             raise RuntimeError(
                 "apply: found a reentrant checkpoint, expected one that gives gradients to parameters. Call "
                 "checkpoint(..., use_reentrant=False); in transformers "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
+        if func not in (_DATA, _NEW_DATA):
+            return func(*args, **kwargs)
+        name = self._copies.name_of(args[0])
+        if func == _DATA:
+            data = func(*args, **kwargs)
+            if name is not None:
+                self._data.append((name, data, versions_of([data])))
+            return data
+        if name is not None and memory(unwrapped(args[0])) != memory(unwrapped(args[1])):
+            self._given_memory.add(name)
         return func(*args, **kwargs)
 
 
@@ -132,6 +159,37 @@ def written_to(given: Tensors, after: Mapping[str, Any], versions: list[int]) ->
     }
 
 
+def refuse_marks(copies: Tensors) -> None:
+    for name, tensor in copies.items():
+        if type(tensor) is Tensor and vars(tensor):
+            refuse_set(name, sorted(vars(tensor)))
+
+
+def refuse_set(name: str, attributes: list[str]) -> None:
+    raise RuntimeError(
+        f"apply: found that the forward sets the attributes {attributes} of {name!r}, expected one that leaves it: the "
+        "next call lays another tensor in. Register a buffer in __init__ for what is kept; hook the output of a layer."
+    )
+
+
+def refuse_public(marks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises RuntimeError for attributes of parameters: a graph lays in none. Private ones are marks of libraries."""
+    for name, found in marks.items():
+        if public := sorted(key for key in found if not key.startswith("_")):
+            raise RuntimeError(
+                f"apply: found the attributes {public} of {name!r} in a graph, expected none: a graph has the tensors "
+                "alone. Let the layer hold them; or remove them (del) before from_module, if no forward reads them."
+            )
+
+
+def refuse_gone(written: Iterable[str], after: Mapping[str, Any]) -> None:
+    if names := sorted(name for name in written if not isinstance(after[name], Tensor)):
+        raise RuntimeError(
+            f"apply: found that the forward deletes {names} or sets them to None, expected tensors: a state keeps its "
+            "structure. Write zeros in place, and keep whether they count in a second buffer."
+        )
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """True for equal values, NaN included; tensors whose values can't be compared count as equal."""
     a, b = unwrapped(a), unwrapped(b)
@@ -145,6 +203,14 @@ def _refuse_flag(name: str) -> None:
         f"apply: found that the forward sets requires_grad of {name!r}, expected one that leaves it: parameters are "
         "values here, and the caller's. To freeze a layer for one use, write torch.func.functional_call(self.layer, "
         "{name: p.detach() for name, p in self.layer.named_parameters()}, x); for good, freeze it before from_module."
+    )
+
+
+def _refuse_gradient(name: str | None) -> None:
+    raise RuntimeError(
+        f"apply: found that the forward asks for the gradient of {name!r} or hooks it, expected one that leaves it: "
+        "gradients are values here, and none is kept at a parameter. Hook the output of the layer; change "
+        "gradients in a Transform of chain; where a forward reads some, pass them as an argument."
     )
 
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 import types
 import weakref
+from collections.abc import Callable, Collection, Iterable
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -85,6 +86,17 @@ def holders(path: str, obj: Any) -> list[Watched]:
     if (slots := Slots(obj)).names:
         containers.append((slots, True))
     return [Watched(path, held, namespace, contents(held), _before(held)) for held, namespace in containers]
+
+
+def seal(entries: Iterable[Watched], names: Collection[str], make: Callable[[str], Any]) -> None:
+    """Puts what can't be read at the places of attributes, those that do not exist yet included."""
+    for entry in entries:
+        if not entry.namespace:
+            continue
+        keys = {name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == entry.path}
+        for key in keys:
+            if not isinstance(entry.container, Slots) or key in entry.container.names:
+                entry.container[key] = make(f"{entry.path}.{key}".removeprefix("."))
 
 
 def opaque(path: str, obj: Any) -> Bytes | None:
