@@ -87,8 +87,7 @@ def keeping_saved_tensor_hooks() -> Iterator[None]:
 
 def saved_tensors_are_hooked() -> bool:
     """Whether hooks see what is saved for a backward here, as those of a checkpoint do."""
-    autograd: Any = cast(Any, torch._C)._autograd
-    return autograd._top_saved_tensors_default_hooks(True) is not None
+    return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def dynamo_exception() -> type[BaseException]:
@@ -159,9 +158,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 def below_dispatch_modes() -> Any:
     """A context in which no dispatch mode sees the operators: under fake tensors, tensors are real ones."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
+    return _python_dispatch._disable_current_modes()
 
 
 def below_subclasses() -> Any:
@@ -210,8 +207,7 @@ def traced_items(variable: Any) -> dict[str, Any]:
 
 def traced_value(variable: Any) -> Tensor | None:
     """The stand-in of a traced tensor; None for anything else."""
-    proxy = getattr(variable, "proxy", None)
-    return None if proxy is None else proxy.node.meta["example_value"]
+    return None if (proxy := getattr(variable, "proxy", None)) is None else proxy.node.meta["example_value"]
 
 
 def traced_class(variables: Iterable[Any], kind: type[Tensor]) -> None:
@@ -229,8 +225,8 @@ def traced_versions(variables: Iterable[Any]) -> list[int]:
 def traced_inputs(context: Any) -> list[tuple[str, Tensor, int]]:
     """What a graph reads so far: dynamo's name of the source, the tensor outside of the graph, the version inside."""
     tracer = _translator(context).output.root_tracer
-    found = [node for node in tracer.graph.find_nodes(op="placeholder") if "grapharg" in node.meta]
-    found = [node for node in found if isinstance(node.meta["grapharg"].example, Tensor)]
+    nodes = tracer.graph.find_nodes(op="placeholder")
+    found = [node for node in nodes if isinstance(getattr(node.meta.get("grapharg"), "example", None), Tensor)]
     given = [node.meta["grapharg"] for node in found]
     return [(str(g.source.name), g.example, v) for g, v in zip(given, _versions(found), strict=True)]
 
@@ -260,8 +256,8 @@ def traced_input_writes(context: Any) -> list[tuple[str, Tensor]]:
 def all_reduced(tensors: list[Tensor], group: str, *, in_place: bool = False) -> list[Tensor]:
     """The sums over the ranks of a group, of contiguous tensors of one dtype: one collective, also in a graph."""
     operators: Any = torch.ops._c10d_functional
-    operator = operators.all_reduce_coalesced_ if in_place else operators.all_reduce_coalesced
-    return [operators.wait_tensor(total) for total in operator(tensors, "sum", group)]
+    add = operators.all_reduce_coalesced_ if in_place else operators.all_reduce_coalesced
+    return [operators.wait_tensor(total) for total in add(tensors, "sum", group)]
 
 
 def all_gathered(tensor: Tensor, size: int, group: str) -> Tensor:

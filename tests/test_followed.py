@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import functional_amp as fa
-from tests import test_border2_module as border
+from tests import test_border_kept as border
 from tests import test_cases_modules as cases
 
 PAGE = Path(__file__).parent.parent / "docs" / "followed.md"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from functional_amp.module.back import check_names
 from functional_amp.module.followed import check_kinds, check_memory, check_module, check_tensor, marks_of, own_copy
 from functional_amp.module.gathered import layouts_of, read_gathered
 from functional_amp.module.lender import Lender
@@ -86,7 +87,7 @@ class Apply:
         Raises:
             ValueError: if names are missing among `params` or `buffers`, or too many.
         """
-        _check_names(buffers, set(self.buffers), "buffers")
+        check_names(buffers, set(self.buffers), "buffers")
         return self._run(params, buffers, args, kwargs, returned=True)[:2]
 
     def train(self, mode: bool = True) -> Apply:
@@ -113,7 +114,7 @@ class Apply:
         >>> apply.eval().bind(trained)(params, torch.tensor([[0.2]])).abs() < 1e-6
         tensor([[True]])
         """
-        _check_names(buffers, set(self.buffers), "buffers")
+        check_names(buffers, set(self.buffers), "buffers")
         copies = {name: buffers[name].detach().clone() for name in self.buffers}
         return dataclasses.replace(self, buffers=copies, bound=True)
 
@@ -150,8 +151,8 @@ class Apply:
         <All keys matched successfully>
         """
         buffers = self.buffers if buffers is None else buffers
-        _check_names(params, self.trainable, "params")
-        _check_names(buffers, set(self.buffers), "buffers")
+        check_names(params, self.trainable, "params")
+        check_names(buffers, set(self.buffers), "buffers")
         return self.lender.state_dict({**params, **buffers})
 
     def _in_mode(self, mode: bool | None, switch: Callable[[nn.Module], Any]) -> Apply:
@@ -167,7 +168,7 @@ class Apply:
     def _run(
         self, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, *, returned: bool
     ) -> tuple[Any, Tensors, set[str]]:
-        _check_names(params, self.trainable, "params")
+        check_names(params, self.trainable, "params")
         if self.lender.parametrized and parametrizations_cached():
             raise RuntimeError(
                 "apply: found parametrize.cached() around the call, expected none: torch caches by the layer, whose "
@@ -229,71 +230,3 @@ def from_module(module: nn.Module, *, scratch: Iterable[str] = (), gather: torch
     lender = Lender(master, Known(origin, frozenset(scratch), set(), set(), marks))
     apply = Apply(frozenset(trainable), dict(others), frozen, lender, {})
     return FromModule(apply, {name: t.detach().clone() for name, t in trainable.items()}, others)
-
-
-def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None) -> None:
-    """Copies trained values into a module, in place: the way back from `from_module`.
-
-    Args:
-        module: the module that `from_module` was given, or one built alike.
-        params: the parameters by name.
-        buffers: the buffers by name, or None to leave the module's as they are.
-
-    Raises:
-        TypeError, ValueError: if names, shapes or kinds of number do not fit; nothing has been written then.
-
-    >>> import torch
-    >>> module = torch.nn.Linear(1, 1)
-    >>> apply, params, buffers = from_module(module)
-    >>> to_module(module, {"weight": torch.full((1, 1), 3.0), "bias": torch.zeros(1)})
-    >>> module.weight.item()
-    3.0
-    """
-    check_module(module)
-    tensors: Tensors = {}
-    names: set[int] = set()
-    for place, tensor in registered(module):
-        if id(tensor) not in names:
-            names.add(id(tensor))
-            tensors[place] = tensor
-    trainable = {name for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
-    _check_names(params, trainable, "params")
-    if buffers is not None:
-        _check_names(buffers, set(tensors) - trainable, "buffers")
-    values = {**params, **(buffers or {})}
-    for name, value in values.items():
-        if value.shape != tensors[name].shape:
-            raise ValueError(
-                f"to_module: found shape {tuple(value.shape)} at {name!r}, expected {tuple(tensors[name].shape)}. "
-                "Pass the values of a module built with the same sizes."
-            )
-        if value.layout != torch.strided or value.is_meta or (value.is_complex() and not tensors[name].is_complex()):
-            raise TypeError(
-                f"to_module: found a {value.dtype} tensor ({value.layout}, {value.device}) at {name!r}, expected one "
-                f"to copy into {tensors[name].dtype}. Pass dense values of the same kind of number."
-            )
-    with torch.no_grad():
-        for name, value in values.items():
-            tensors[name].copy_(value)
-
-
-def _check_names(found: Any, expected: Set[str], what: str) -> None:
-    if not torch.compiler.is_compiling() and isinstance(found, dict):  # the rule, without a loop in Python
-        if found.keys() == expected and set(map(type, found.values())) <= {Tensor, nn.Parameter}:
-            return
-    if not isinstance(found, Mapping):
-        raise TypeError(
-            f"{what}: found {type(found).__name__}, expected a dict from names to tensors as from_module gives."
-        )
-    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-    if missing or extra:
-        detail = "; ".join(f"{name} {places}" for name, places in (("missing", missing), ("extra", extra)) if places)
-        raise ValueError(
-            f"{what}: the names are not the module's: {detail}. Pass the dict that from_module gave, or its successor."
-        )
-    for name, value in found.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{what}: found {type(value).__name__} at {name!r}, expected a tensor. "
-                "Pass the dict that from_module gave, or its successor; merge what split took apart."
-            )

@@ -53,11 +53,12 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
                 f"loss_fn: found a third argument {third!r} with a default of its own, expected `buffers`, as the "
                 f"state has some. Write loss_fn(params, micro_batch, buffers, {third}=...)."
             )
+        before = [] if buffers is None else flatten(buffers).leaves
         with unwritten((params, buffers), unseen) as (params, given), moves() as moved:
             returned = loss_fn(params, micro_batch) if buffers is None else loss_fn(params, micro_batch, given)
         loss = as_loss(returned)
         if moved and buffers is not None and loss.buffers is None:
-            _check_handed_out(moved, given, buffers)
+            _check_handed_out(moved, flatten(given).leaves, before)
         if buffers is None and loss.buffers is not None:
             raise ValueError(
                 "loss_fn: found buffers in the Loss, but the state has none. Pass init_state(..., buffers=buffers)."
@@ -70,13 +71,13 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
     return loss_of
 
 
-def _check_handed_out(moved: set[str], given: PyTree, buffers: PyTree) -> None:
+def _check_handed_out(moved: set[str], after: list[Any], before: list[Any]) -> None:
     """Raises RuntimeError where a loss moved buffers, handed none out and assigned none to those that it was given."""
-    if same_leaves(flatten(given).leaves, flatten(buffers).leaves):
+    if same_leaves(after, before):
         raise RuntimeError(
-            f"loss_fn: found a forward that moved {sorted(moved)}, and a Loss without buffers: those of the state would "
-            "stay as they were. Return Loss(value, buffers=new), as in `out, new = apply.with_buffers(params, buffers, "
-            "x)`; or Loss(value, buffers=buffers) where they are to stay."
+            f"loss_fn: found a forward that moved {sorted(moved)}, and a Loss without buffers, expected the new ones: "
+            "the state would keep the old. Return Loss(value, buffers=new) with what apply.with_buffers gave, or "
+            "Loss(value, buffers=buffers) where the old ones are to stay."
         )
 
 
