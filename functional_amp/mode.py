@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
@@ -42,10 +43,17 @@ def mode() -> Mode:
     return "inference" if torch.is_inference_mode_enabled() else "eager"
 
 
-class _Recording(threading.local):
-    """How many losses the autograd engine records on this thread, and how many stages run."""
+class _Loss:
+    """A loss that the autograd engine records, for as long as it does."""
 
-    depth = 0
+
+class _Recording(threading.local):
+    """The innermost loss that the autograd engine records on this thread, and how many stages run.
+
+    The loss is held weakly: an interrupt anywhere ends it with the call that it belongs to.
+    """
+
+    loss: Callable[[], _Loss | None] = staticmethod(lambda: None)
     stages = 0
 
 
@@ -69,11 +77,12 @@ def engine_records() -> Iterator[None]:
         finally:
             _traced.pop()
         return
-    _recording.depth += 1
+    before, loss = _recording.loss, _Loss()
+    _recording.loss = weakref.ref(loss)
     try:
         yield
     finally:
-        _recording.depth -= 1
+        _recording.loss = before
 
 
 @contextmanager
@@ -102,7 +111,9 @@ def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         if transformed():
             return function(*args, **kwargs)
-        recorded = len(_traced) or (not in_graph() and _recording.depth)  # a traced loss may have left its graph
+        recorded = len(_traced) or (
+            not in_graph() and _recording.loss() is not None
+        )  # a traced loss may have left its graph
         if recorded and torch.is_grad_enabled():
             _refuse_history(function.__name__, (args, kwargs))
         if in_graph():  # what is traced under no_grad has no history to give

@@ -92,7 +92,7 @@ def test_instance_norm_has_running_statistics_too():
     apply, params, buffers = fa.from_module(nn.InstanceNorm1d(4, affine=True, track_running_stats=True))
     optimizer = fa.sgd(0.1)
     step = fa.make_step(lambda p, x, b: apply.with_buffers(p, b, x)[0].square().mean(), optimizer)
-    with pytest.raises(RuntimeError, match="moved .*running_mean"):
+    with pytest.raises(RuntimeError, match=r"moved .*running_mean"):
         step(fa.init_state(params, optimizer, fa.NoScale(), buffers), [torch.randn(5, 4, 3)])
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import functional_amp as fa
+from functional_amp.engine import frozen, moved
 from functional_amp.engine.loans import kept
 from functional_amp.optim import fused, leafwise
 from functional_amp.registry import with_fields
@@ -411,14 +412,21 @@ def test_G01_ctrl_c_at_any_line_gives_the_state_back_or_says_that_it_is_lost():
     assert back > lost > 0
 
 
-def test_G01_ctrl_c_at_any_line_ends_the_loans():
+@pytest.mark.parametrize(
+    ("within", "stride"), [("engine/loans.py", 1), ("engine/frozen.py", 1), ("engine/moved.py", 1), ("mode.py", 5)]
+)
+def test_G01_ctrl_c_at_any_line_leaves_nothing_open_in_its_thread(within, stride):
     step, state = ready("donated")
-    window, within = [batch(0)], "engine/loans.py"
+    window, predicate = [batch(0)], lambda path, leaf: False
+    history = fa.ScaledGrads(torch.ones(2, requires_grad=True), 8.0)
     lines = lines_of(lambda: step(copy.deepcopy(state), window), within=within)
-    assert lines > 8
-    for n in range(1, lines):
+    assert lines > 4 * stride
+    for n in range(1, lines, stride):
         lines_of(lambda: step(copy.deepcopy(state), window), n, within)
         assert not kept(lambda: None), n  # nobody would give it back
+        assert not frozen.hidden(predicate), n
+        assert moved._noting.names() is None, n
+        fa.unscale(history)  # refused inside a loss that the engine records
 
 
 # G02, G03: what reads a state that was given away

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,14 @@ _NAME = "_functional_amp_frozen"
 """An attribute, so that functools.wraps takes it along."""
 
 
-class _Calls(threading.local):
-    """What the backward of this thread leaves undifferentiated while it calls a loss function; None outside."""
+class _Frozen(list[Any]):
+    """What a backward leaves undifferentiated while it calls a loss function."""
 
-    frozen: tuple[Any, ...] | None = None
+
+class _Calls(threading.local):
+    """That of this thread, held weakly: an interrupt anywhere ends it with the call that it belongs to."""
+
+    frozen: Callable[[], _Frozen | None] = staticmethod(lambda: None)
 
 
 _calls = _Calls()
@@ -35,7 +40,8 @@ def call(loss_fn: Callable[..., Any], *args: Any) -> Any:
     """The loss, during a backward that leaves alone what `loss_fn` shows as frozen."""
     if in_graph():
         return loss_fn(*args)
-    before, _calls.frozen = _calls.frozen, frozen_by(loss_fn)
+    before, shown = _calls.frozen, _Frozen(frozen_by(loss_fn))
+    _calls.frozen = weakref.ref(shown)
     try:
         return loss_fn(*args)
     finally:
@@ -44,4 +50,5 @@ def call(loss_fn: Callable[..., Any], *args: Any) -> Any:
 
 def hidden(predicate: Any) -> bool:
     """Whether a backward is calling that has not seen this predicate. In a graph nobody looks."""
-    return not in_graph() and _calls.frozen is not None and predicate not in _calls.frozen
+    shown = None if in_graph() else _calls.frozen()
+    return shown is not None and predicate not in shown

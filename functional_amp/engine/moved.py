@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from functional_amp.mode import in_graph
 
 
-class _Noting(threading.local):
-    """Where this thread notes names: in the innermost loss that runs."""
+class _Names(set[str]):
+    """What the forwards of one loss have moved."""
 
-    names: set[str] | None = None
+
+class _Noting(threading.local):
+    """The names of the innermost loss of this thread, held weakly: an interrupt anywhere ends them with the loss."""
+
+    names: Callable[[], _Names | None] = staticmethod(lambda: None)
 
 
 _noting = _Noting()
@@ -24,14 +29,16 @@ def moves() -> Iterator[set[str]]:
     if in_graph():
         yield set()
         return
-    outer, _noting.names = _noting.names, set()
+    outer, names = _noting.names, _Names()
+    _noting.names = weakref.ref(names)
     try:
-        yield _noting.names
+        yield names
     finally:
         _noting.names = outer
 
 
 def note_moves(names: Iterable[str]) -> None:
     """Says that a forward has moved buffers, and given its caller the new ones."""
-    if _noting.names is not None:
-        _noting.names.update(names)
+    noted = _noting.names()
+    if noted is not None:
+        noted.update(names)
