@@ -364,7 +364,7 @@ def lines_of(action: Callable[[], Any], stop_at: int = -1, within: str = "") -> 
     Returns:
         How many lines it ran.
     """
-    package, count = str(Path(fa.__file__).parent / within), 0
+    package, count, enabled = str(Path(fa.__file__).parent / within), 0, torch.is_grad_enabled()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count
@@ -384,6 +384,7 @@ def lines_of(action: Callable[[], Any], stop_at: int = -1, within: str = "") -> 
         assert stop_at >= 0
     finally:
         sys.settrace(None)
+        torch.set_grad_enabled(enabled)  # a trace may raise between the end of a with block and its exit
     return count
 
 
