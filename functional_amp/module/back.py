@@ -25,6 +25,7 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
         TypeError, ValueError: if names, shapes or kinds of number do not fit, or running statistics are left out;
             nothing has been written then.
 
+    >>> import torch
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module(module, {"weight": torch.full((1, 1), 3.0), "bias": torch.zeros(1)})
     >>> module.weight.item()
