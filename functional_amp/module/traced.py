@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from functional_amp.engine.moved import note_traced_moves
 from functional_amp.module.lender import Lender
 from functional_amp.module.reach import CONTAINERS, attributes, walk
 from functional_amp.module.rehearsal import (
@@ -119,7 +120,9 @@ def _look(context: Any) -> None:
             refuse_set(names[value], [attribute])
     if lender.writes_statistics:  # which move no version counter in a graph
         written |= lender.statistics.intersection(copies)
-    if not returned:
+    if returned:
+        note_traced_moves(written)
+    else:
         refuse_lost(name for name in copies if name in written)
     if moved := written - lender.known.moved:
         if id(lender.known.moved) in effects.id_to_variable:  # another call in this graph has asked, and was told none

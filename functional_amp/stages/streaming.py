@@ -13,7 +13,7 @@ from functional_amp.checks import own_third
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, widened
 from functional_amp.engine.lease import Lease
 from functional_amp.engine.loans import lending
-from functional_amp.engine.moved import moves
+from functional_amp.engine.moved import moves, refuse_moves
 from functional_amp.engine.storage import Storage
 from functional_amp.engine.unwritten import unwritten
 from functional_amp.mode import mode, stage
@@ -57,8 +57,8 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
         with unwritten((params, buffers), unseen) as (params, given), moves() as moved:
             returned = loss_fn(params, micro_batch) if buffers is None else loss_fn(params, micro_batch, given)
         loss = as_loss(returned)
-        if moved and buffers is not None and loss.buffers is None:
-            _check_handed_out(moved, flatten(given).leaves, before)
+        if buffers is not None and loss.buffers is None and same_leaves(flatten(given).leaves, before):
+            refuse_moves(moved)
         if buffers is None and loss.buffers is not None:
             raise ValueError(
                 "loss_fn: found buffers in the Loss, but the state has none. Pass init_state(..., buffers=buffers)."
@@ -69,16 +69,6 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
 
     cast(Any, loss_of).given = loss_fn
     return loss_of
-
-
-def _check_handed_out(moved: set[str], after: list[Any], before: list[Any]) -> None:
-    """Raises RuntimeError where a loss moved buffers, handed none out and assigned none to those that it was given."""
-    if same_leaves(after, before):
-        raise RuntimeError(
-            f"loss_fn: found a forward that moved {sorted(moved)}, and a Loss without buffers, expected the new ones: "
-            "the state would keep the old. Return Loss(value, buffers=new) with what apply.with_buffers gave, or "
-            "Loss(value, buffers=buffers) where the old ones are to stay."
-        )
 
 
 class Accumulated(NamedTuple):
