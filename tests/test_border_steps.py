@@ -224,7 +224,9 @@ LOOKALIKES = [(torch.optim.Adam, torch.optim.Adamax), (torch.optim.Adadelta, tor
 
 @pytest.mark.parametrize("options", [{}, {"donate": True}, pytest.param({"compile": AOT}, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("cls", "other"), LOOKALIKES)
-def test_a_state_of_another_class_is_refused_whose_tensors_have_the_same_shapes(cls: Any, other: Any, options: Any):
+def test_a_state_of_another_class_is_refused_whose_tensors_have_the_same_shapes(
+    cls: Any, other: Any, options: Any, fresh_dynamo: None
+):
     first, second = fa.from_torch(cls, lr=0.1), fa.from_torch(other, lr=0.1)
     step = fa.make_step(square, first, **options)
     state, _ = step(fa.init_state({"w": torch.ones(2)}, first, fa.NoScale()), [torch.ones(2)])
