@@ -570,3 +570,17 @@ def test_a_schedule_free_optimizer_is_evaluated_at_its_average():
     loop.optimizer.eval()
     average = mapped(lambda p, z: p.lerp(z, 1 - 1 / 0.9), params, state.state["z"])
     assert_same_bits(average, loop.params)
+
+
+def test_a_pure_graph_takes_parameters_of_any_size(fresh_dynamo: None):
+    optimizer = from_torch(torch.optim.Adagrad, lr=0.1)
+    graph = torch.compile(
+        lambda grads, state, params: fa.maybe_step(optimizer, params, state, grads, GOOD),
+        backend="eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    for size in (2, 3, 5):
+        params, grads = {"w": torch.ones(size, 2)}, {"w": torch.full((size, 2), 3.0)}
+        state = optimizer.init(params)
+        assert_same_bits(graph(grads, state, params), fa.maybe_step(optimizer, params, state, grads, GOOD))

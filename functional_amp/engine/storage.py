@@ -139,7 +139,9 @@ def is_sole_owner(tensor: Tensor) -> bool:
 
 def copied(leaf: Tensor) -> Tensor:
     """A dense copy without history."""
-    return leaf.detach().clone(memory_format=torch.contiguous_format if _overlaps(leaf) else torch.preserve_format)
+    # In a graph sizes may be symbols, which can't be sorted; a clone is dense there too.
+    overlaps = not in_graph() and _overlaps(leaf)
+    return leaf.detach().clone(memory_format=torch.contiguous_format if overlaps else torch.preserve_format)
 
 
 def cloned(tree: PyTree) -> PyTree:
