@@ -261,9 +261,8 @@ def mean_buffer_loss(p: Tensor, x: Tensor, buffers: dict[str, Tensor]) -> fa.Los
     [
         *PATHS,
         *slowly(
-            {"compile": GRAPH},
-            {"compile": GRAPH, "donate": True},
-            {"compile": GRAPH, "backend": "autograd"},
+            {"compile": GRAPH, "backend": "func"},
+            {"compile": GRAPH, "donate": True, "backend": "autograd"},
         ),
     ],
 )

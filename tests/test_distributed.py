@@ -129,8 +129,7 @@ def test_tensor_parallel_ranks_agree_with_one_process(tmp_path, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("kind", ["data parallel", "fsdp"])
+@pytest.mark.parametrize(("kind", "donate"), [("data parallel", False), ("fsdp", True)])
 def test_compiled_ranks_agree_with_one_process_in_three_graphs(tmp_path, kind, donate):
     setup = Setup(compile=AOT, donate=donate)
     windows = [[(batches * 3)[:3] for batches in window] for window in windows_of(0, 2, 4, longest=2)]
