@@ -417,6 +417,7 @@ class Collecting(InAnObject):
         return super().forward(x) + sum(made)
 
 
+@pytest.mark.slow
 def test_W02_a_module_that_is_collected_while_its_function_is_rehearsed():
     # Its tensors are told apart by their ids, which new tensors get as soon as they are free.
     rows = torch.randn(2, 3)

@@ -368,6 +368,7 @@ def test_a_short_run_learns_and_draws_and_its_seed_repeats_it(main, capsys, tmp_
     assert "12 applied, 0 skipped" in outputs[0]
 
 
+@pytest.mark.slow
 def test_the_bar_of_a_terminal_shows_the_figures(main, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "80")
@@ -376,6 +377,7 @@ def test_the_bar_of_a_terminal_shows_the_figures(main, capsys, tmp_path, monkeyp
     assert re.search(r"2/2 ━+ loss [\d.]+ val [\d.]+ norm [\d.]+ scale 2\^0 skipped 0 [\d:-]+", out)
 
 
+@pytest.mark.slow
 def test_the_first_overflow_is_explained_in_full_where_asked(example, main, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(example["train_gpt"], "make_scaler", lambda dtype, steps: fa.DynamicScale(2.0**24))
     assert main(["--device=cpu", "--steps=1", "--explain", f"--out={tmp_path / 'run.png'}"]) == 0

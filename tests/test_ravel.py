@@ -38,6 +38,7 @@ def test_a_raveled_run_equals_the_run_on_the_tree(make, backend, donate):
         torch.testing.assert_close(tuple(too), tuple(measured), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_raveled_step_compiles_to_one_graph_a_half():
     problem, optimizer = transformer(), fa.sgd(0.1, momentum=0.9)
