@@ -6,6 +6,7 @@ import inspect
 import math
 import numbers
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,16 +69,21 @@ def check_unit_interval(value: Any, name: str, *, closed: bool = False) -> float
     return float(value)
 
 
-def own_third(function: Any, expected: str) -> str | None:
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function by name; None for one without a signature, a builtin."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def own_third(parameters: Mapping[str, inspect.Parameter], expected: str) -> str | None:
     """The name of a third argument that is the function's own: one with a default, as `lambda g, s, lr=lr:` has.
 
     None where it is the one that is expected, by its name or by a default of None or an empty container.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of a builtin
-        return None
-    for parameter in [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][2:3]:
+    in_order = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for parameter in in_order[2:3]:
         default = parameter.default
         neutral = default is parameter.empty or default is None or (isinstance(default, (dict, tuple)) and not default)
         return None if neutral or parameter.name == expected else parameter.name

@@ -35,7 +35,6 @@ HOW: dict[str, dict[str, Any]] = {
     "donated and compiled": {"donate": True, "compile": AOT},
 }
 EAGER = ("pure", "donated")
-COMPILED = ("compiled", "donated and compiled")
 
 
 def slow(*values: Any) -> Any:

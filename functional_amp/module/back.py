@@ -72,6 +72,7 @@ def _check_no_statistics(module: nn.Module) -> None:
 
 
 def check_names(found: Any, expected: Set[str], what: str) -> None:
+    """Raises TypeError or ValueError unless tensors are given under exactly the names that are expected."""
     if not torch.compiler.is_compiling() and isinstance(found, dict):  # the rule, without a loop in Python
         if found.keys() == expected and set(map(type, found.values())) <= {Tensor, nn.Parameter}:
             return

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
-from functional_amp.checks import own_third
+from functional_amp.checks import own_third, parameters_of
 from functional_amp.dtypes import is_differentiable, widened
 from functional_amp.engine.unwritten import unwritten_by_optimizer
 from functional_amp.mode import stage
@@ -95,14 +94,13 @@ def _arguments(update: Any, *given: PyTree) -> tuple[tuple[PyTree, ...], dict[st
     A third argument with a default, as in `lambda grads, state, lr=lr:`, is the function's own.
     `inplace=False` for those that have such a choice, as TorchOpt's do, which write in place by default.
     """
-    try:
-        parameters = inspect.signature(update).parameters
-    except (TypeError, ValueError):  # of a builtin
+    parameters = parameters_of(update)
+    if parameters is None:
         return given, {}
     named = {"inplace": False} if "inplace" in parameters else {}
     kinds = [parameter.kind for name, parameter in parameters.items() if name != "inplace"]
     in_order = [kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds]
-    takes_three = sum(in_order) >= 3 and own_third(update, "params") is None
+    takes_three = sum(in_order) >= 3 and own_third(parameters, "params") is None
     if any([kind is kind.VAR_POSITIONAL for kind in kinds]) or takes_three:
         return given, named
     if "params" in parameters and parameters["params"].kind is parameters["params"].KEYWORD_ONLY:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from functional_amp.checks import own_third
+from functional_amp.checks import own_third, parameters_of
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, widened
 from functional_amp.engine.lease import Lease
 from functional_amp.engine.loans import lending
@@ -44,7 +44,7 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
     """
 
     unseen = [None]
-    third = own_third(loss_fn, "buffers")
+    third = own_third(parameters_of(loss_fn) or {}, "buffers")
 
     @functools.wraps(loss_fn)
     def loss_of(params: PyTree, micro_batch: Any, buffers: PyTree) -> Loss:
