@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from functional_amp.dtypes import is_differentiable
-from functional_amp.tree import Box, PyTree, flatten_tensors
+from functional_amp.tree import PyTree, flatten, flatten_tensors
 
 Flat = dict[str, Any]
 
@@ -51,18 +50,18 @@ def ravel(tree: PyTree) -> Raveled:
     leaves = flatten_tensors(tree, "tree")
     groups: dict[str, list[Tensor]] = {}
     rest: list[Tensor] = []
-    places: list[Box] = []
+    places: list[tuple[str, int] | None] = []
     for leaf in leaves.leaves:
         if not is_differentiable(leaf):
-            places.append(Box(None if leaf is None else ("rest", len(rest))))
+            places.append(None if leaf is None else ("rest", len(rest)))
             rest += [] if leaf is None else [leaf]
             continue
         name = f"{str(leaf.dtype).removeprefix('torch.')} {leaf.device}"
-        places.append(Box((name, len(groups.setdefault(name, [])))))
+        places.append((name, len(groups.setdefault(name, []))))
         groups[name].append(leaf)
     sizes = {name: [leaf.numel() for leaf in group] for name, group in groups.items()}
     shapes = {name: [tuple(leaf.shape) for leaf in group] for name, group in groups.items()}
-    template = leaves.unflatten(places)
+    template = leaves.unflatten(range(len(places)))
 
     def unravel(flat: Flat) -> PyTree:
         views: dict[str, Any] = {"rest": flat.get("rest")}
@@ -70,10 +69,9 @@ def ravel(tree: PyTree) -> Raveled:
             pieces = torch.split(flat[name], lengths)
             views[name] = [piece.view(shape) for piece, shape in zip(pieces, shapes[name], strict=True)]
 
-        def at(box: Box) -> Any:
-            return None if box.leaf is None else views[box.leaf[0]][box.leaf[1]]
-
-        return optree.tree_map(at, template, none_is_leaf=True)
+        numbers = flatten(template)  # in a graph too, where the structure that was found above is unknown
+        found = [places[number] for number in numbers.leaves]
+        return numbers.unflatten([None if place is None else views[place[0]][place[1]] for place in found])
 
     flat: Flat = {name: torch.cat([leaf.detach().reshape(-1) for leaf in group]) for name, group in groups.items()}
     return Raveled({**flat, "rest": rest} if rest else flat, unravel)

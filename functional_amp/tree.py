@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from functional_amp.mode import in_graph
-from functional_amp.registry import register
 from functional_amp.torch_private import torch_pytree
+from functional_amp.traced_tree import TracedSpec, flatten_traced
 
 PyTree: TypeAlias = Any
 """Nested dicts, lists, tuples, NamedTuples and registered nodes with tensors or None at the leaves."""
@@ -29,26 +29,22 @@ class Flat(NamedTuple):
     """A flattened tree: leaves (tensors or None) and the structure that puts them back."""
 
     leaves: list[Any]
-    spec: optree.PyTreeSpec
+    spec: optree.PyTreeSpec | TracedSpec
 
     def unflatten(self, leaves: Iterable[Any]) -> PyTree:
-        if not in_graph():
-            return optree.tree_unflatten(self.spec, leaves)
-        boxed = optree.tree_unflatten(self.spec, [Box(leaf) for leaf in leaves])
-        return optree.tree_map(_unboxed, boxed, is_leaf=_is_empty, none_is_leaf=True)
+        if isinstance(self.spec, TracedSpec):
+            return self.spec.unflatten(leaves)
+        return optree.tree_unflatten(self.spec, leaves)
 
 
 def flatten(tree: PyTree) -> Flat:
     """Flattens in optree's order, None being a leaf."""
-    if not in_graph():
-        return Flat(*optree.tree_flatten(tree, none_is_leaf=True))
-    boxes, spec = optree.tree_flatten(_boxed(tree), none_is_leaf=True)
-    return Flat([_unboxed(box) for box in boxes], spec)
+    return Flat(*(flatten_traced(tree) if in_graph() else optree.tree_flatten(tree, none_is_leaf=True)))
 
 
-def flatten_again(tree: PyTree, spec: optree.PyTreeSpec | None) -> Flat:
+def flatten_again(tree: PyTree, spec: optree.PyTreeSpec | TracedSpec | None) -> Flat:
     """Flattens at a sixth of the cost a tree that has a known structure; a dict may be of another kind."""
-    if spec is None or in_graph():
+    if spec is None or isinstance(spec, TracedSpec):
         return flatten(tree)
     try:
         leaves = spec.flatten_up_to(tree)
@@ -73,37 +69,8 @@ def with_own_containers(tree: PyTree) -> PyTree:
 
 def paths(tree: PyTree) -> list[str]:
     """The path of each leaf, as `blocks.0.weight`; a bare leaf is `<root>`."""
-    tree = _boxed(tree) if in_graph() else tree
-    return [path_name(path) for path in optree.tree_paths(tree, none_is_leaf=True)]
-
-
-class Box:
-    """A leaf in a box. Dynamo can neither flatten nor build a dict of constants, and a box is not a constant."""
-
-    def __init__(self, leaf: Any):
-        self.leaf = leaf
-
-
-@dataclass(frozen=True, eq=False)
-class _Empty:
-    """In place of an empty dict, which is a constant as well."""
-
-
-register(_Empty, ())
-
-
-def _boxed(tree: PyTree) -> PyTree:
-    return optree.tree_map(
-        lambda leaf: _Empty() if _is_empty(leaf) else Box(leaf), tree, is_leaf=_is_empty, none_is_leaf=True
-    )
-
-
-def _unboxed(node: Any) -> Any:
-    return {} if isinstance(node, _Empty) else node.leaf
-
-
-def _is_empty(node: Any) -> bool:
-    return isinstance(node, _Empty) or (type(node) is dict and not node)
+    found = flatten(tree).spec.paths()
+    return [path_name(path) for path in found]
 
 
 def same_leaves(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -117,6 +84,9 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def map_tensors(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Maps over the tensor leaves; None stays None. `rest` must have the structure of `tree`."""
+    if in_graph() and not rest:
+        flat = flatten(tree)
+        return flat.unflatten([None if leaf is None else function(leaf) for leaf in flat.leaves])
     return optree.tree_map(
         lambda leaf, *others: None if leaf is None else function(leaf, *others), tree, *rest, none_is_leaf=True
     )

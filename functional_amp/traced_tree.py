@@ -1,0 +1,102 @@
+"""Flattening while the compiler traces: optree's order and paths, in Python that dynamo follows at little cost.
+
+Dynamo traces optree's own functions as Python that makes an object for each leaf: some 20 ms a container, where
+these loops take one. Containers that are not plain (dict, list, tuple, NamedTuple) are opened by optree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import optree
+from torch import Tensor
+
+_LEAVES = (Tensor, type(None), bool, int, float, str)
+
+
+class TracedSpec:
+    """The structure of a tree that was flattened in a graph.
+
+    Attributes:
+        root: None for a leaf, `(type, entries, metadata, children)` for a container.
+        rest: for each container, in order of traversal, what does not count in a comparison: the order in which the
+            keys of a dict were inserted, or what builds a container that optree has opened.
+    """
+
+    def __init__(self, root: Any, rest: list[Any]):
+        self.root = root
+        self.rest = rest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TracedSpec) and self.root == other.root
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        return _built(self.root, iter(leaves), iter(self.rest))
+
+    def paths(self) -> list[tuple[Any, ...]]:
+        return _paths(self.root, ())
+
+
+def flatten_traced(tree: Any) -> tuple[list[Any], TracedSpec]:
+    """The leaves of a tree, None being one, and its structure."""
+    leaves: list[Any] = []
+    rest: list[Any] = []
+    root = _node(tree, leaves, rest)
+    return leaves, TracedSpec(root, rest)
+
+
+def _node(node: Any, leaves: list[Any], rest: list[Any]) -> Any:
+    kind = type(node)
+    metadata = None
+    if kind is dict:
+        # Strings alone are sorted by the compiler itself; optree also sorts keys that do not compare.
+        plain = all([type(key) is str for key in node])
+        entries = tuple(sorted(node) if plain else optree.utils.total_order_sorted(node))
+        values = [node[key] for key in entries]
+        rest.append(tuple(node))
+    elif kind is list or kind is tuple or optree.is_namedtuple_class(kind):
+        entries, values = tuple(range(len(node))), list(node)
+        rest.append(None)
+    elif isinstance(node, _LEAVES) or optree.tree_is_leaf(node, none_is_leaf=True):
+        leaves.append(node)
+        return None
+    else:
+        values, metadata, entries, build = optree.tree_flatten_one_level(node, none_is_leaf=True)
+        rest.append(build)
+    children = []
+    for value in values:  # most are leaves: without a call for each
+        if isinstance(value, _LEAVES):
+            leaves.append(value)
+            children.append(None)
+        else:
+            children.append(_node(value, leaves, rest))
+    return kind, entries, metadata, tuple(children)
+
+
+def _built(node: Any, leaves: Iterator[Any], rest: Iterator[Any]) -> Any:
+    if node is None:
+        return next(leaves)
+    kind, entries, metadata, children = node
+    own = next(rest)
+    values = [next(leaves) if child is None else _built(child, leaves, rest) for child in children]
+    if kind is dict:
+        named = dict(zip(entries, values, strict=True))
+        return named if own == entries else {key: named[key] for key in own}
+    if kind is list:
+        return values
+    if kind is tuple:
+        return tuple(values)
+    return kind(*values) if own is None else own(metadata, values)
+
+
+def _paths(node: Any, before: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    if node is None:
+        return [before]
+    _, entries, _, children = node
+    return [path for entry, child in zip(entries, children, strict=True) for path in _paths(child, (*before, entry))]
