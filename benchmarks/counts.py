@@ -21,7 +21,7 @@ from benchmarks.work import task
 from functional_amp.registry import with_fields
 
 HOST_READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"}
-COMPILED_WINDOWS = (2, 16)
+COMPILED_WINDOWS = (1, 2, 16)
 
 
 class Counter(TorchDispatchMode):
@@ -101,10 +101,10 @@ def fresh_compiler() -> None:
 
 
 def graph_rows(setup: Setup) -> list[Row]:
-    """Graphs of each half, and those added when everything changes that may change."""
-    found = {
-        variant: graph_counts(variant, setup) for variant in setup.variants if make_options(variant).get("compile")
-    }
+    """Graphs of windows of each length, and those added when everything changes that may change."""
+    compiled = [variant for variant in setup.variants if make_options(variant)["compile"]]
+    compiled = [variant for variant in compiled if not variant.startswith("imperative")]
+    found = {variant: graph_counts(variant, setup) for variant in compiled}
     labels = list(next(iter(found.values()), {}))
     return [
         Row("counts", f"mlp: {label}", "", {variant: row[label] for variant, row in found.items()}, compared=False)
@@ -113,30 +113,27 @@ def graph_rows(setup: Setup) -> list[Row]:
 
 
 def graph_counts(variant: str, setup: Setup) -> dict[str, int]:
-    fresh_compiler()
     work = task("mlp", setup.smoke)
-    window = work.window(3, setup.seed + 1, setup.device)
+    window = work.window(4, setup.seed + 1, setup.device)
     schedule = fa.linear(1e-3, 0.0, 100)  # another learning rate after every applied update
     model = work.seeded_model(setup.seed, setup.device)
-    step, state, _ = make_functional(model, setup, schedule, **make_options(variant))
-    seen = [graphs()]
-    for micro_batch in window[:2]:
-        state = step.accumulate(state, micro_batch)
-        seen.append(graphs())
-    state, _ = step.update(state)
-    seen.append(graphs())
+    counts = {}
+    for length in (1, 2, 4):
+        fresh_compiler()
+        step, state, _ = make_functional(model, setup, schedule, **make_options(variant))
+        state, _ = step(state, window[:length])
+        counts[f"graphs, window of {length}"] = graphs()
+    for length in (1, 2):
+        state, _ = step(state, window[:length])
+    counts["graphs, windows of 1, 2 and more"] = before = graphs()
     poisoned = [(torch.full_like(x, torch.nan), y) for x, y in window[:1]]
     for number, micro_batches in enumerate((window, window[:1], poisoned, window[:2], window)):
         scale = torch.full_like(state.scaler.scale, 2.0**number)
         state = with_fields(state, scaler=with_fields(state.scaler, scale=scale))
         state, _ = step(state, micro_batches)
-    return {
-        "graphs, accumulate of the first micro-batch": seen[1] - seen[0],
-        "graphs, accumulate of a later one": seen[2] - seen[1],
-        "graphs, update": seen[3] - seen[2],
-        "graph breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
-        "recompilations in five other windows": graphs() - seen[3],
-    }
+    counts["graph breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
+    counts["recompilations in five other windows"] = graphs() - before
+    return counts
 
 
 def compile_rows(setup: Setup) -> list[Row]:
