@@ -10,7 +10,7 @@ from torch import Tensor
 from functional_amp.engine.copies import remember_copied, with_current_copies
 from functional_amp.engine.graphs import Compile, compiled, skips_guards, with_own_code, without_guards
 from functional_amp.engine.lease import Lease, Leases
-from functional_amp.engine.storage import FRESH, IN_GRAPH, Storage
+from functional_amp.engine.storage import CLOSING, FRESH, IN_GRAPH, Storage
 from functional_amp.mode import Mode, mode, stage
 from functional_amp.tree import flatten
 from functional_amp.values.grads import ScaledGrads
@@ -44,7 +44,8 @@ class Runs:
         may_be_empty: bool = False,
     ):
         def closed(state: TrainState, micro_batch: Any, storage: Storage) -> Result:
-            return updated(accumulated(state, micro_batch, storage), storage)
+            summing = CLOSING if mode() == "graph" else storage
+            return updated(accumulated(state, micro_batch, summing), storage)
 
         self._donate, self._compile, self._may_be_empty = donate, compile, may_be_empty
         bodies = {"accumulate": accumulated, "update": updated, "close": closed, "scan": scanned}

@@ -99,8 +99,16 @@ class InGraph(Fresh):
         return announced(flag)
 
 
+class Closing(Fresh):
+    """The storage of the last micro-batch in the graph that closes its window: the sum is the update's alone."""
+
+    def put_sum(self, old: PyTree | None, new: PyTree) -> PyTree:
+        return realized(new)
+
+
 FRESH = Fresh()
 IN_GRAPH = InGraph()
+CLOSING = Closing()
 
 
 def write_into(old: PyTree, new: PyTree, writing: Callable[[], None] = lambda: None) -> PyTree:
@@ -148,6 +156,15 @@ def cloned(tree: PyTree) -> PyTree:
     """A copy of each leaf; works in a graph, whatever is missing in the tree."""
     flat = flatten(tree)
     return flat.unflatten([None if leaf is None else leaf.clone() for leaf in flat.leaves])
+
+
+def realized(tree: PyTree) -> PyTree:
+    """A copy of each leaf that the compiler writes to memory once, for all operators that read it.
+
+    Inductor makes arithmetic that two operators are given once for each of them, but for a view it looks for what
+    is viewed. The copy itself it drops.
+    """
+    return map_tensors(lambda leaf: leaf.clone().as_strided(leaf.shape, leaf.stride()), tree)
 
 
 def unshared(tree: PyTree, *others: PyTree) -> PyTree:
