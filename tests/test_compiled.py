@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 import functional_amp as fa
+from functional_amp.engine import graphs as compiling
 from functional_amp.registry import with_fields
 from functional_amp.tree import flatten, map_tensors
 from tests.conftest import Halves
@@ -316,3 +319,32 @@ def test_a_donating_step_compiled_by_inductor_trains_as_the_eager_one(options):
         expected, expected_metrics = eager(expected, window)
         assert_close((state, metrics), (expected, expected_metrics), rtol=1e-4, atol=1e-5)
     assert flatten(state).spec == flatten(expected).spec
+
+
+_factor = 1.0
+
+
+def _by_the_factor(params: Any, x: Tensor) -> Tensor:
+    return (params["w"] * x).sum() * _factor
+
+
+def test_no_guard_on_the_librarys_own_code_is_looked_at_and_those_on_the_loss_are(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[str, bool]] = []
+    left = compiling.guards_of_others
+
+    def noted(guards: Sequence[Any]) -> list[bool]:
+        kept = left(guards)
+        seen.extend((guard.name, keep) for guard, keep in zip(guards, kept, strict=True))
+        return kept
+
+    monkeypatch.setattr(compiling, "guards_of_others", noted)
+    optimizer = fa.sgd(1.0)
+    step = fa.make_step(_by_the_factor, optimizer, compile={"backend": "aot_eager"})
+    state = fa.init_state({"w": torch.zeros(2)}, optimizer, fa.NoScale())
+    first, _ = step(state, [torch.ones(2)])
+    left_out = {name for name, keep in seen if not keep}
+    assert len(left_out) > 100 and all("functional_amp" in name for name in left_out)
+    assert any("_factor" in name for name, keep in seen if keep)
+    monkeypatch.setattr(sys.modules[__name__], "_factor", 3.0)
+    second, _ = step(state, [torch.ones(2)])
+    assert first.params["w"].tolist() == [-1.0, -1.0] and second.params["w"].tolist() == [-3.0, -3.0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
@@ -63,6 +63,8 @@ def compiled(function: Callable[P, R], options: Compile) -> Callable[P, R]:
 
     given = {} if isinstance(options, bool) else {k: v for k, v in options.items() if k != SKIP_GUARDS}
     given = {"fullgraph": True, **given}
+    if "mode" not in given:  # which torch.compile takes without options alone
+        given["options"] = {"guard_filter_fn": guards_of_others, **(given.get("options") or {})}
     graph = torch.compile(entry, **given)
 
     @functools.wraps(function)
@@ -72,6 +74,19 @@ def compiled(function: Callable[P, R], options: Compile) -> Callable[P, R]:
             return graph(*args, **kwargs)
 
     return wrapped
+
+
+def guards_of_others(guards: Sequence[Any]) -> list[bool]:
+    """Which guards are looked at in each call: all but those on this library's functions, classes and constants.
+
+    They are a third of the guards of a small model, and change only where somebody replaces the library's code in a
+    running program. What it keeps in lists, dicts and sets may change, and stays guarded.
+    """
+    return [_OWN not in guard.name or isinstance(guard.value, (list, dict, set)) for guard in guards]
+
+
+_OWN = f"['__import_{__name__.partition('.')[0]}_dot_"
+"""How the name of a guard begins that is reached through a module of this package."""
 
 
 def without_guards(skip: bool) -> AbstractContextManager[Any]:
