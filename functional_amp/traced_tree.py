@@ -55,9 +55,9 @@ def _node(node: Any, leaves: list[Any], rest: list[Any]) -> Any:
     kind = type(node)
     metadata = None
     if kind is dict:
-        # Strings alone are sorted by the compiler itself; optree also sorts keys that do not compare.
+        # dynamo itself sorts strings; what else stands for a key is sorted by optree, which takes longer.
         plain = all([type(key) is str for key in node])
-        entries = tuple(sorted(node) if plain else optree.utils.total_order_sorted(node))
+        entries = tuple(sorted(node)) if plain else optree.tree_flatten_one_level(node, none_is_leaf=True)[2]
         values = [node[key] for key in entries]
         rest.append(tuple(node))
     elif kind is list or kind is tuple or optree.is_namedtuple_class(kind):

@@ -10,7 +10,7 @@ import copy
 import operator
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import optree

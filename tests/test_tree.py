@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.utils import _pytree as torch_pytree
 
 import functional_amp as fa
 import functional_amp.testing as own
-from functional_amp.tree import flatten, flatten_again, same_leaves
+from functional_amp.traced_tree import flatten_traced
+from functional_amp.tree import flatten, flatten_again, path_name, paths, same_leaves
 
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 
@@ -273,3 +274,87 @@ def test_flatten_again_is_flatten_whatever_structure_is_expected(known: int):
             assert again.keys() == tree.keys() and all(again[key] is tree[key] for key in tree)
         else:
             assert found.spec == expected.spec and same_leaves(found.leaves, expected.leaves)
+
+
+# Flattening in a graph
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+KEYS = st.text(max_size=3) | st.integers(-3, 3) | st.booleans() | st.tuples(st.integers(0, 2))
+
+
+def containers() -> st.SearchStrategy[Any]:
+    """Trees of every container that optree knows, with leaves of every kind."""
+    leaves = st.none() | st.integers() | st.text(max_size=2) | st.just(ONE) | st.builds(object)
+
+    def around(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        dicts = st.dictionaries(KEYS, inner, max_size=3)
+        lists = st.lists(inner, max_size=3)
+        return st.one_of(
+            lists,
+            lists.map(tuple),
+            lists.map(deque),
+            dicts,
+            dicts.map(OrderedDict),
+            dicts.map(lambda given: defaultdict(list, given)),
+            st.builds(Pair, inner, inner),
+            st.builds(fa.ScaledGrads, st.just({"w": ONE}), st.just(2.0), st.just(1.0)),
+        )
+
+    return st.recursive(leaves, around, max_leaves=8)
+
+
+@given(tree=containers())
+def test_a_tree_is_flattened_in_a_graph_as_optree_does_it(tree: Any):
+    leaves, spec = flatten_traced(tree)
+    expected, expected_spec = optree.tree_flatten(tree, none_is_leaf=True)
+    assert same_leaves(leaves, expected)
+    assert spec.paths() == optree.tree_paths(tree, none_is_leaf=True)
+    rebuilt, direct = spec.unflatten(leaves), optree.tree_unflatten(expected_spec, leaves)
+    assert optree.tree_structure(rebuilt, none_is_leaf=True) == expected_spec
+    assert same_leaves(optree.tree_leaves(rebuilt, none_is_leaf=True), leaves)
+    assert orders(rebuilt) == orders(direct)
+
+
+@given(one=containers(), other=containers())
+def test_two_structures_are_equal_in_a_graph_where_they_are_to_optree(one: Any, other: Any):
+    for left, right in ((one, other), (one, one), ({"a": one}, {"a": other}), ([one], [one])):
+        same = optree.tree_structure(left, none_is_leaf=True) == optree.tree_structure(right, none_is_leaf=True)
+        assert (flatten_traced(left)[1] == flatten_traced(right)[1]) is same
+
+
+def orders(node: Any) -> Any:
+    """The keys of all dicts, as they were inserted."""
+    if isinstance(node, dict):
+        return [(key, orders(value)) for key, value in node.items()]
+    return [orders(value) for value in node] if isinstance(node, (list, tuple, deque)) else None
+
+
+def test_two_dicts_of_one_structure_may_have_their_keys_in_another_order():
+    one, other = {"a": ONE, "b": ONE}, {"b": ONE, "a": ONE}
+    assert flatten_traced(one)[1] == flatten_traced(other)[1]
+    assert list(flatten_traced(other)[1].unflatten([ONE, TWO])) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"b": [ONE, None], "a": {"c": ONE, 1: ()}, "": {}},
+        OrderedDict(b=ONE, a=Pair(ONE, None)),
+        (deque([ONE, 2.0]), [{}, "name"], {2: ONE, 1: ONE}),
+        defaultdict(list, b=[ONE], a=fa.ScaledGrads({"w": ONE}, scale=ONE[0], weight=ONE[0])),
+    ],
+    ids=["dicts", "ordered", "deque", "defaultdict"],
+)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_trees_keep_their_paths_and_containers_in_a_graph(tree: Any):
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def graph(tree: Any) -> Any:
+        flat = flatten(tree)
+        doubled = [leaf * 2 if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
+        return flat.unflatten(doubled), paths(tree)
+
+    result, found = graph(tree)
+    assert found == [path_name(path) for path in optree.tree_paths(tree, none_is_leaf=True)]
+    expected = optree.tree_map(lambda leaf: leaf * 2 if isinstance(leaf, Tensor) else leaf, tree, none_is_leaf=True)
+    assert own.same_bits(result, expected) and orders(result) == orders(expected)
