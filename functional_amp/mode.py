@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
@@ -16,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from functional_amp.innermost import Innermost
 from functional_amp.torch_private import functorch_active, levels, torch_pytree
 
 P = ParamSpec("P")
@@ -47,19 +47,16 @@ class _Loss:
     """A loss that the autograd engine records, for as long as it does."""
 
 
-class _Recording(threading.local):
-    """The innermost loss that the autograd engine records on this thread, and how many stages run.
+class _Stages(threading.local):
+    """How many stages run on this thread, one inside the other."""
 
-    The loss is held weakly: an interrupt anywhere ends it with the call that it belongs to.
-    """
-
-    loss: Callable[[], _Loss | None] = staticmethod(lambda: None)
-    stages = 0
+    running = 0
 
 
-_recording = _Recording()
+_stages = _Stages()
+_recording = Innermost[_Loss]()
 _traced: list[None] = []
-"""The same for what is being traced into a graph: dynamo follows a list, and no attribute of a thread."""
+"""The losses in what is being traced into a graph: dynamo follows a list, and no attribute of a thread."""
 _looped: list[None] = []
 """Not empty while the body of a loop is traced, which may not write to what is outside."""
 
@@ -77,12 +74,8 @@ def engine_records() -> Iterator[None]:
         finally:
             _traced.pop()
         return
-    before, loss = _recording.loss, _Loss()
-    _recording.loss = weakref.ref(loss)
-    try:
+    with _recording.entered(_Loss()):
         yield
-    finally:
-        _recording.loss = before
 
 
 @contextmanager
@@ -112,21 +105,21 @@ def stage(function: Callable[P, R], *, detach: bool = True) -> Callable[P, R]:
         if transformed():
             return function(*args, **kwargs)
         recorded = len(_traced) or (
-            not in_graph() and _recording.loss() is not None
+            not in_graph() and _recording.now() is not None
         )  # a traced loss may have left its graph
         if recorded and torch.is_grad_enabled():
             _refuse_history(function.__name__, (args, kwargs))
         if in_graph():  # what is traced under no_grad has no history to give
             with torch.no_grad():
                 return function(*args, **kwargs)
-        if _recording.stages and not torch.is_grad_enabled():  # inside another stage, which does the rest
+        if _stages.running and not torch.is_grad_enabled():  # inside another stage, which does the rest
             return function(*args, **kwargs)
-        _recording.stages += 1
+        _stages.running += 1
         try:
             with torch.no_grad():
                 output = function(*args, **kwargs)
         finally:
-            _recording.stages -= 1
+            _stages.running -= 1
         return _detached(output) if detach else output
 
     return wrapped

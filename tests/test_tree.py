@@ -318,7 +318,8 @@ def test_a_tree_is_flattened_in_a_graph_as_optree_does_it(tree: Any):
 
 @given(one=containers(), other=containers())
 def test_two_structures_are_equal_in_a_graph_where_they_are_to_optree(one: Any, other: Any):
-    for left, right in ((one, other), (one, one), ({"a": one}, {"a": other}), ([one], [one])):
+    pairs: list[tuple[Any, Any]] = [(one, other), (one, one), ({"a": one}, {"a": other}), ([one], [one])]
+    for left, right in pairs:
         same = optree.tree_structure(left, none_is_leaf=True) == optree.tree_structure(right, none_is_leaf=True)
         assert (flatten_traced(left)[1] == flatten_traced(right)[1]) is same
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
+from functional_amp.innermost import Innermost
 from functional_amp.mode import in_graph
 
 _NAME = "_functional_amp_frozen"
@@ -17,13 +16,7 @@ class _Frozen(list[Any]):
     """What a backward leaves undifferentiated while it calls a loss function."""
 
 
-class _Calls(threading.local):
-    """That of this thread, held weakly: an interrupt anywhere ends it with the call that it belongs to."""
-
-    frozen: Callable[[], _Frozen | None] = staticmethod(lambda: None)
-
-
-_calls = _Calls()
+_frozen = Innermost[_Frozen]()
 
 
 def show(loss_fn: Any, predicates: tuple[Any, ...]) -> None:
@@ -40,15 +33,11 @@ def call(loss_fn: Callable[..., Any], *args: Any) -> Any:
     """The loss, during a backward that leaves alone what `loss_fn` shows as frozen."""
     if in_graph():
         return loss_fn(*args)
-    before, shown = _calls.frozen, _Frozen(frozen_by(loss_fn))
-    _calls.frozen = weakref.ref(shown)
-    try:
+    with _frozen.entered(_Frozen(frozen_by(loss_fn))):
         return loss_fn(*args)
-    finally:
-        _calls.frozen = before
 
 
 def hidden(predicate: Any) -> bool:
     """Whether a backward is calling that has not seen this predicate. In a graph nobody looks."""
-    shown = None if in_graph() else _calls.frozen()
+    shown = None if in_graph() else _frozen.now()
     return shown is not None and predicate not in shown

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import threading
-import weakref
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch
+from functional_amp.innermost import Innermost
+from functional_amp.mode import in_graph
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -18,13 +17,7 @@ class _Loans(list[Callable[[], None]]):
     """What the calls of a thread have to give back, while a `lending` function runs."""
 
 
-class _Open(threading.local):
-    """The loans of this thread, held weakly: an interrupt anywhere ends them with the call that they belong to."""
-
-    loans: Callable[[], _Loans | None] = staticmethod(lambda: None)
-
-
-_OPEN = _Open()
+_open = Innermost[_Loans]()
 
 
 def lending(function: Callable[P, R]) -> Callable[P, R]:
@@ -44,14 +37,10 @@ def lending(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or _OPEN.loans() is not None:
+        if in_graph() or _open.now() is not None:
             return function(*args, **kwargs)
-        loans = _Loans()
-        _OPEN.loans = weakref.ref(loans)
-        try:
+        with _open.entered(_Loans()) as loans:
             result = function(*args, **kwargs)
-        finally:
-            del _OPEN.loans
         # What a call that raises has borrowed is dropped, and made anew: its error is the one to be seen.
         for give_back in loans:
             give_back()
@@ -62,7 +51,7 @@ def lending(function: Callable[P, R]) -> Callable[P, R]:
 
 def kept(give_back: Callable[[], None]) -> bool:
     """Has `give_back` called when the outermost `lending` function returns; False where none runs."""
-    loans = _OPEN.loans()
+    loans = _open.now()
     if loans is None:
         return False
     loans.append(give_back)

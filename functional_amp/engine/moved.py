@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from functional_amp.innermost import Innermost
 from functional_amp.mode import in_graph
 from functional_amp.torch_private import comptime
 
@@ -16,13 +15,7 @@ class _Names(set[str]):
     """What the forwards of one loss have moved."""
 
 
-class _Noting(threading.local):
-    """The names of the innermost loss of this thread, held weakly: an interrupt anywhere ends them with the loss."""
-
-    names: Callable[[], _Names | None] = staticmethod(lambda: None)
-
-
-_noting = _Noting()
+_names = Innermost[_Names]()
 _traced: set[str] = set()
 """Those of the loss that the compiler traces: it traces one at a time."""
 
@@ -34,17 +27,13 @@ def moves() -> Iterator[set[str]]:
         comptime()(_begin_trace)
         yield set()
         return
-    outer, names = _noting.names, _Names()
-    _noting.names = weakref.ref(names)
-    try:
+    with _names.entered(_Names()) as names:
         yield names
-    finally:
-        _noting.names = outer
 
 
 def note_moves(names: Iterable[str]) -> None:
     """Says that a forward has moved buffers, and given its caller the new ones."""
-    noted = _noting.names()
+    noted = _names.now()
     if noted is not None:
         noted.update(names)
 
