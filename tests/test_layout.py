@@ -15,7 +15,7 @@ WINGS = ("debug", "testing")
 """Tools beside the step: they may look at anything."""
 
 FLOORS = [
-    ("checks", "dtypes", "mode", "registry", "torch_private"),
+    ("checks", "dtypes", "innermost", "mode", "registry", "torch_private", "traced_tree"),
     ("tree",),
     ("selection",),
     ("values",),
