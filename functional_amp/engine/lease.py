@@ -121,7 +121,7 @@ class Lease(Fresh):
         torch.autograd.graph.increment_version(leaves)  # the kernels themselves move no version counter
 
     def scratch(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        if len(grads) <= len(self._sums) and set(map(id, grads)) <= set(map(id, self._sums)):
+        if same_leaves(grads, self._sums) or set(map(id, grads)) <= set(map(id, self._sums)):
             return list(grads)
         return [grad if is_sole_owner(grad) else grad.clone() for grad in grads]
 
