@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from typing import Any
 
@@ -47,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if chosen != "pure":
         options = {"donate": True, "compile": {"backend": "aot_eager"} if chosen == "compiled" else False}
         fa.make_step = functools.partial(_on_copies, fa.make_step, options)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported stays: a collection in the middle of a trace would walk through all of it
 
 
 class Halves:

@@ -525,8 +525,13 @@ L18_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("compile", [False, *slowly(GRAPH)])
-@pytest.mark.parametrize("options", L18_OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "compile"),
+    [
+        *[(options, False) for options in L18_OPTIONS],
+        *[pytest.param(options, GRAPH, marks=pytest.mark.slow) for options in L18_OPTIONS[1::2]],
+    ],
+)
 def test_L18_custom_function_in_a_compiled_func_step(options, compile, fresh_dynamo):
     start, x = torch.tensor([1.2, 2.3]), torch.tensor([2.0, 3.0])
     for function, sign in ((StraightThrough, 1), (Reversed, -1)):
@@ -535,7 +540,7 @@ def test_L18_custom_function_in_a_compiled_func_step(options, compile, fresh_dyn
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", L18_OPTIONS)
+@pytest.mark.parametrize("options", L18_OPTIONS[::2])  # the others are those of the test before
 def test_L18_custom_function_in_a_compiled_func_step__scan_autocast_and_modules(options, fresh_dynamo):
     start, x = torch.tensor([1.2, 2.3]), torch.tensor([2.0, 3.0])
     loss_fn = lambda p, x: (StraightThrough.apply(p) * x).sum()  # noqa: E731

@@ -100,10 +100,8 @@ def read_loss(p: dict[str, Any], x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "loss_fn"),
     [
-        ({}, read_loss),
         ({"backend": "autograd"}, broken_loss),
         ({"donate": True}, read_loss),
-        ({"donate": True}, broken_loss),
     ],
 )
 def test_L10_fullgraph_false_with_a_graph_break(options, loss_fn, fresh_dynamo):
