@@ -15,9 +15,12 @@ VARIANTS = (
     "donated-flat",
     "pure-compiled",
     "donated-compiled",
+    "donated-unguarded-compiled",
 )
-"""The imperative loop, with a compiled model too; the functional step with `donate=` and `compile=`, and with all
-parameters in one tensor."""
+"""The imperative loop, with a compiled model too; the functional step with `donate=` and `compile=`, with all
+parameters in one tensor, and with `unsafe_skip_guards`."""
+UNGUARDED = "donated-unguarded-compiled"
+"""Its graphs are those of `donated-compiled`: they are counted and weighed there."""
 
 
 @dataclass(frozen=True)
