@@ -51,7 +51,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    # Not by `untyped_storage()`: that Python object is another holder of the storage, which a step then does not own.
+    return torch._C._storage_id(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def measure(setup: Setup) -> list[Row]:
