@@ -348,3 +348,18 @@ def test_no_guard_on_the_librarys_own_code_is_looked_at_and_those_on_the_loss_ar
     monkeypatch.setattr(sys.modules[__name__], "_factor", 3.0)
     second, _ = step(state, [torch.ones(2)])
     assert first.params["w"].tolist() == [-1.0, -1.0] and second.params["w"].tolist() == [-3.0, -3.0]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_gradient_that_is_broadcast_reaches_the_update_of_its_graph_in_full(length, donate):
+    def loss_fn(params: Any, x: Tensor) -> Tensor:  # d/dw is x, repeated along the rows; d/dv that of a transposed one
+        return (params["w"].sum(1) * x).sum() + (params["v"].t().sum(0) * x).sum() + params["b"] * x[0]
+
+    params = {"w": torch.zeros(3, 4), "v": torch.zeros(3, 4).t().contiguous().t(), "b": torch.tensor(0.0)}
+    step = fa.make_step(loss_fn, fa.sgd(1.0), donate=donate, compile=AOT)
+    x = torch.tensor([1.0, 2.0, 4.0])
+    state, _ = step(fa.init_state(params, fa.sgd(1.0), fa.StaticScale(8.0)), [x] * length)
+    expected = -x[:, None].expand(3, 4)
+    assert torch.equal(state.params["w"], expected) and torch.equal(state.params["v"], expected)
+    assert state.params["b"].item() == -1.0

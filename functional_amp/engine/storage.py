@@ -164,7 +164,12 @@ def realized(tree: PyTree) -> PyTree:
     Inductor makes arithmetic that two operators are given once for each of them, but for a view it looks for what
     is viewed. The copy itself it drops.
     """
-    return map_tensors(lambda leaf: leaf.clone().as_strided(leaf.shape, leaf.stride()), tree)
+
+    def written(leaf: Tensor) -> Tensor:
+        copy = leaf.clone()  # of a broadcast leaf it has strides of its own
+        return copy.as_strided(copy.shape, copy.stride())
+
+    return map_tensors(written, tree)
 
 
 def unshared(tree: PyTree, *others: PyTree) -> PyTree:
