@@ -1,7 +1,7 @@
 """Flattening while the compiler traces: optree's order and paths, in Python that dynamo follows at little cost.
 
 Dynamo traces optree's own functions as Python that makes an object for each leaf: some 20 ms a container, where
-these loops take one. Containers that are not plain (dict, list, tuple, NamedTuple) are opened by optree.
+these loops take one. What is not a plain dict, list or tuple is opened by optree, as it was registered.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _node(node: Any, leaves: list[Any], rest: list[Any]) -> Any:
         entries = tuple(sorted(node)) if plain else optree.tree_flatten_one_level(node, none_is_leaf=True)[2]
         values = [node[key] for key in entries]
         rest.append(tuple(node))
-    elif kind is list or kind is tuple or optree.is_namedtuple_class(kind):
+    elif kind is list or kind is tuple:
         entries, values = tuple(range(len(node))), list(node)
         rest.append(None)
     elif isinstance(node, _LEAVES) or optree.tree_is_leaf(node, none_is_leaf=True):
@@ -92,7 +92,7 @@ def _built(node: Any, leaves: Iterator[Any], rest: Iterator[Any]) -> Any:
         return values
     if kind is tuple:
         return tuple(values)
-    return kind(*values) if own is None else own(metadata, values)
+    return own(metadata, values)
 
 
 def _paths(node: Any, before: tuple[Any, ...]) -> list[tuple[Any, ...]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import optree
 import pytest
@@ -17,6 +18,7 @@ from torch.utils import _pytree as torch_pytree
 
 import functional_amp as fa
 import functional_amp.testing as own
+from functional_amp.torch_private import GLOBAL_NAMESPACE
 from functional_amp.traced_tree import flatten_traced
 from functional_amp.tree import flatten, flatten_again, path_name, paths, same_leaves
 
@@ -280,6 +282,22 @@ def test_flatten_again_is_flatten_whatever_structure_is_expected(known: int):
 
 
 Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Named(NamedTuple):
+    """A NamedTuple with a registration of its own: one leaf, and a name that is none."""
+
+    name: str
+    leaf: Any
+
+
+with warnings.catch_warnings(action="ignore", category=UserWarning):  # optree's own rule for NamedTuples is overridden
+    optree.register_pytree_node(
+        cast(Any, Named),
+        lambda node: ((node.leaf,), node.name),
+        lambda name, leaves: Named(cast(Any, name), *leaves),
+        namespace=GLOBAL_NAMESPACE,
+    )
 KEYS = st.text(max_size=3) | st.integers(-3, 3) | st.booleans() | st.tuples(st.integers(0, 2))
 
 
@@ -298,6 +316,7 @@ def containers() -> st.SearchStrategy[Any]:
             dicts.map(OrderedDict),
             dicts.map(lambda given: defaultdict(list, given)),
             st.builds(Pair, inner, inner),
+            st.builds(Named, st.text(max_size=1), inner),
             st.builds(fa.ScaledGrads, st.just({"w": ONE}), st.just(2.0), st.just(1.0)),
         )
 
@@ -343,9 +362,10 @@ def test_two_dicts_of_one_structure_may_have_their_keys_in_another_order():
         {"b": [ONE, None], "a": {"c": ONE, 1: ()}, "": {}},
         OrderedDict(b=ONE, a=Pair(ONE, None)),
         (deque([ONE, 2.0]), [{}, "name"], {2: ONE, 1: ONE}),
+        [Named("a", ONE), Pair(ONE, Named("b", None))],
         defaultdict(list, b=[ONE], a=fa.ScaledGrads({"w": ONE}, scale=ONE[0], weight=ONE[0])),
     ],
-    ids=["dicts", "ordered", "deque", "defaultdict"],
+    ids=["dicts", "ordered", "deque", "named", "defaultdict"],
 )
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_trees_keep_their_paths_and_containers_in_a_graph(tree: Any):
