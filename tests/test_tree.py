@@ -291,13 +291,18 @@ class Named(NamedTuple):
     leaf: Any
 
 
+def _opened(node: Any) -> Any:
+    return (node.leaf,), node.name
+
+
+def _closed(name: Any, leaves: Any) -> Any:
+    return Named(name, *leaves)
+
+
 with warnings.catch_warnings(action="ignore", category=UserWarning):  # optree's own rule for NamedTuples is overridden
-    optree.register_pytree_node(
-        cast(Any, Named),
-        lambda node: ((node.leaf,), node.name),
-        lambda name, leaves: Named(cast(Any, name), *leaves),
-        namespace=GLOBAL_NAMESPACE,
-    )
+    optree.register_pytree_node(cast(Any, Named), _opened, _closed, namespace=GLOBAL_NAMESPACE)
+
+
 KEYS = st.text(max_size=3) | st.integers(-3, 3) | st.booleans() | st.tuples(st.integers(0, 2))
 
 
