@@ -299,7 +299,8 @@ def _closed(name: Any, leaves: Any) -> Any:
     return Named(name, *leaves)
 
 
-with warnings.catch_warnings(action="ignore", category=UserWarning):  # optree's own rule for NamedTuples is overridden
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # optree's own rule for NamedTuples is overridden
     optree.register_pytree_node(cast(Any, Named), _opened, _closed, namespace=GLOBAL_NAMESPACE)
 
 
