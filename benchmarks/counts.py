@@ -16,7 +16,7 @@ import functional_amp as fa
 from benchmarks import tail
 from benchmarks.loops import make_functional, make_loop, make_options
 from benchmarks.measure import Call, seconds_of
-from benchmarks.setup import UNGUARDED, Row, Setup
+from benchmarks.setup import Row, Setup
 from benchmarks.work import task
 from functional_amp.registry import with_fields
 
@@ -103,8 +103,8 @@ def fresh_compiler() -> None:
 
 def graph_rows(setup: Setup) -> list[Row]:
     """Graphs of windows of each length, and those added when everything changes that may change."""
-    compiled = [variant for variant in setup.variants if make_options(variant)["compile"]]
-    compiled = [variant for variant in compiled if not variant.startswith("imperative") and variant != UNGUARDED]
+    steps = [variant for variant in setup.of_own_graphs if not variant.startswith("imperative")]
+    compiled = [variant for variant in steps if make_options(variant)["compile"]]
     found = {variant: graph_counts(variant, setup) for variant in compiled}
     labels = list(next(iter(found.values()), {}))
     return [
@@ -141,7 +141,7 @@ def compile_rows(setup: Setup) -> list[Row]:
     """Seconds that the first window takes longer than the next ones, with empty caches of the compiler."""
     from torch._inductor.utils import fresh_cache
 
-    compiled = [variant for variant in setup.variants if variant.endswith("-compiled") and variant != UNGUARDED]
+    compiled = [variant for variant in setup.of_own_graphs if variant.endswith("-compiled")]
     work, rows = task("mlp", setup.smoke), []
     for length in COMPILED_WINDOWS if compiled else ():
         values: dict[str, float | str] = {}

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.loops import Loop, make_loop
 from benchmarks.measure import MIB, PeakMemory
-from benchmarks.setup import UNGUARDED, Row, Setup
+from benchmarks.setup import Row, Setup
 from benchmarks.work import Batch, Task, mlp, transformer
 
 WINDOWS = (1, 8)
@@ -33,8 +33,7 @@ def measure(setup: Setup) -> list[Row]:
         held = HELD * sum(parameter.numel() for parameter in big_task(setup.smoke).model().parameters()) / MIB
     rows = []
     for length in WINDOWS:
-        variants = [variant for variant in setup.variants if variant != UNGUARDED]
-        found = {variant: in_own_process(variant, length, setup) for variant in variants}
+        found = {variant: in_own_process(variant, length, setup) for variant in setup.of_own_graphs}
         peaks: dict[str, float | str] = {variant: value["peak"] for variant, value in found.items()}
         above: dict[str, float | str] = {variant: value["above"] for variant, value in found.items()}
         rows.append(Row("memory", f"window of {length}: peak", "MiB", {**peaks, "limit": held}))

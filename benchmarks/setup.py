@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 EAGER = ("imperative", "pure", "donated", "donated-flat")
+UNGUARDED = "donated-unguarded-compiled"
+"""Its graphs are those of `donated-compiled`: they are counted and weighed there."""
 VARIANTS = (
     "imperative",
     "imperative-compiled",
@@ -15,12 +17,10 @@ VARIANTS = (
     "donated-flat",
     "pure-compiled",
     "donated-compiled",
-    "donated-unguarded-compiled",
+    UNGUARDED,
 )
 """The imperative loop, with a compiled model too; the functional step with `donate=` and `compile=`, with all
 parameters in one tensor, and with `unsafe_skip_guards`."""
-UNGUARDED = "donated-unguarded-compiled"
-"""Its graphs are those of `donated-compiled`: they are counted and weighed there."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Setup:
     variants: tuple[str, ...] = VARIANTS
     compiled_leaves: int = 100
     smoke: bool = False
+
+    @property
+    def of_own_graphs(self) -> tuple[str, ...]:
+        """The variants, but for the one whose graphs are those of another."""
+        return tuple(variant for variant in self.variants if variant != UNGUARDED)
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,6 @@ class TracedSpec:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TracedSpec) and self.root == other.root
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         return _built(self.root, iter(leaves), iter(self.rest))
 

@@ -84,7 +84,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def map_tensors(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Maps over the tensor leaves; None stays None. `rest` must have the structure of `tree`."""
-    if in_graph() and not rest:
+    if not rest:
         flat = flatten(tree)
         return flat.unflatten([None if leaf is None else function(leaf) for leaf in flat.leaves])
     return optree.tree_map(

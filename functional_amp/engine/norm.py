@@ -116,8 +116,8 @@ def _in_float64(leaves: list[Tensor]) -> Tensor:
 def _on_cpu(leaves: list[Tensor]) -> Tensor:
     # Of many elements, dot is the faster sum of squares, and loses fewer digits.
     # The others add strided elements one by one: 2**25 ones end at 2**24.
-    large = [leaf for leaf in leaves if leaf.numel() >= 2**15 and _goes_by_dot(leaf)]
-    small = [leaf for leaf in leaves if leaf.numel() < 2**15 or not _goes_by_dot(leaf)] if large else leaves
+    large = [leaf for leaf in leaves if _goes_by_dot(leaf)]
+    small = [leaf for leaf in leaves if not _goes_by_dot(leaf)] if large else leaves
     norms = [_by_dot(_in_memory_order(leaf).float()) for leaf in large]
     norms += foreach_norm(small, torch.float32) if small else []
     plain = torch.linalg.vector_norm(torch.stack(norms))
@@ -130,7 +130,7 @@ def _on_cpu(leaves: list[Tensor]) -> Tensor:
 
 
 def _goes_by_dot(leaf: Tensor) -> bool:
-    return leaf.dtype == torch.float32 or not leaf.is_contiguous()
+    return leaf.numel() >= 2**15 and (leaf.dtype == torch.float32 or not leaf.is_contiguous())
 
 
 def _by_dot(vector: Tensor) -> Tensor:

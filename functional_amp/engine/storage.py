@@ -154,8 +154,7 @@ def copied(leaf: Tensor) -> Tensor:
 
 def cloned(tree: PyTree) -> PyTree:
     """A copy of each leaf; works in a graph, whatever is missing in the tree."""
-    flat = flatten(tree)
-    return flat.unflatten([None if leaf is None else leaf.clone() for leaf in flat.leaves])
+    return map_tensors(torch.clone, tree)
 
 
 def realized(tree: PyTree) -> PyTree:
