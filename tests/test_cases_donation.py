@@ -364,7 +364,8 @@ def lines_of(action: Callable[[], Any], stop_at: int = -1, within: tuple[str, ..
         How many lines it ran.
     """
     package = tuple(str(Path(fa.__file__).parent / part) for part in within)
-    count, enabled = 0, torch.is_grad_enabled()
+    private: Any = torch._C
+    count, enabled, modes = 0, torch.is_grad_enabled(), private._get_torch_function_state()
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal count
@@ -384,7 +385,9 @@ def lines_of(action: Callable[[], Any], stop_at: int = -1, within: tuple[str, ..
         assert stop_at >= 0
     finally:
         sys.settrace(None)
-        torch.set_grad_enabled(enabled)  # a trace may raise between the end of a with block and its exit
+        # A trace may raise between the end of a with block and its exit, where Python lets no signal in.
+        torch.set_grad_enabled(enabled)
+        private._set_torch_function_state(modes)
     return count
 
 
