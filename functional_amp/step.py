@@ -32,7 +32,6 @@ from functional_amp.stages.differentiate import (
     backend_in_graphs,
     check_backend,
     check_loop_in_graph,
-    known_limit,
 )
 from functional_amp.stages.streaming import accumulate_backward, windowed
 from functional_amp.stages.unscale import all_finite
@@ -151,11 +150,6 @@ class Step:
         """
         check_loop_in_graph(self._loss, self._backend, self.compile)
         return self._scan(state, micro_batches)
-
-    @property
-    def needs_engine(self) -> bool:
-        """Whether backend="auto" has found that torch.func can't differentiate the loss."""
-        return known_limit(self._loss)
 
     def _accumulated(self, state: TrainState, micro_batch: Any, storage: Storage = FRESH) -> TrainState:
         """The body of `accumulate`: scale_backward, then accumulate."""
