@@ -21,7 +21,6 @@ from functional_amp.engine.storage import (
     is_disjoint,
     is_sole_owner,
     unshared,
-    versioned,
     write_into,
 )
 from functional_amp.registry import new, with_fields
@@ -112,9 +111,7 @@ class Lease(Fresh):
         return cloned(new) if old is None else write_into(old, new, lambda: self.writing("window"))
 
     def working(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        works = [dense(leaf) for leaf in leaves]
-        self.writing_to(versioned(works))
-        return works
+        return [dense(leaf) for leaf in leaves]
 
     def writing_to(self, leaves: Sequence[Tensor]) -> None:
         self.writing("state")

@@ -3,13 +3,14 @@
 - `norm`: the 2-norm of a list of leaves, read once
 - `materialize`: a scalar that is computed once, not at each element
 - `announce`: says that a graph begins to write; what is written depends on what it gives back
+- `read_first_`: has what reads some leaves computed before the next operator writes to them
 - `sgd_`, `adam_`: torch's fused kernels for a list of leaves, in place
 - `imperative_`: an optimizer of torch.optim, in place
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +24,7 @@ _LIBRARY = torch.library.Library("functional_amp", "FRAGMENT")
 _LIBRARY.define("norm(Tensor[] leaves) -> Tensor")
 _LIBRARY.define("materialize(Tensor scalar) -> Tensor")
 _LIBRARY.define("announce(Tensor flag) -> Tensor")
+_LIBRARY.define("read_first_(Tensor(a!)[] leaves) -> ()")
 _LIBRARY.define(
     "sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] buffers, Tensor lr, float momentum, "
     "float weight_decay, bool nesterov, Tensor? divisor, Tensor skip) -> ()"
@@ -38,6 +40,8 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("materialize", torch.clone, "CompositeExplicitAutograd")
 _LIBRARY.impl("materialize", torch.empty_like, "Meta")
+for key in ("CompositeExplicitAutograd", "Meta"):
+    _LIBRARY.impl("read_first_", lambda leaves: None, key)
 
 
 before_writing: list[Callable[[], None]] = []
@@ -65,6 +69,16 @@ def announced(flag: Tensor) -> Tensor:
     Whatever is written must be selected by what this returns: so no write is moved before it.
     """
     return torch.ops.functional_amp.announce(flag)
+
+
+def read_first(leaves: Sequence[Tensor]) -> None:
+    """In a graph, has all that reads these leaves computed before an operator writes to them in place.
+
+    Inductor computes lazily. It looks for the readers of what an operator writes to when that operator stands in
+    its list already: what they read then is the new value. In front of this one, which writes nothing, they come in
+    between.
+    """
+    torch.ops.functional_amp.read_first_(list(leaves))
 
 
 def implement(name: str, kernel: Callable[..., Any], key: str, meta: Callable[..., Any] | None = None) -> None:

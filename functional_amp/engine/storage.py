@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from functional_amp.engine.operators import announced
+from functional_amp.engine.operators import announced, read_first
 from functional_amp.engine.sharded import local
 from functional_amp.mode import in_graph
 from functional_amp.torch_private import storage_key, storage_use_count
@@ -90,7 +90,11 @@ class InGraph(Fresh):
         return [dense(leaf) for leaf in leaves]
 
     def scratch(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        read_first(grads)
         return list(grads)
+
+    def writing_to(self, leaves: Sequence[Tensor]) -> None:
+        read_first(leaves)
 
     def settled(self, old: Tensor, work: Tensor) -> Tensor:
         return old if work is old else old.copy_(work)

@@ -12,7 +12,7 @@ from functional_amp.dtypes import counted, like, scalar_dtype
 from functional_amp.engine.operators import materialized
 from functional_amp.mode import sqrt
 from functional_amp.optim.base import Optimizer
-from functional_amp.optim.kernels import run_adam
+from functional_amp.optim.kernels import Update, run_adam
 from functional_amp.optim.leafwise import LeafRule, LeafUpdate, check_state_dtype, leafwise
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
 from functional_amp.tree import PyTree
@@ -139,16 +139,19 @@ def _adam(
 
         return leaf_rule
 
-    def kernel(
-        params: list[Tensor],
-        grads: list[Tensor],
-        slots: list[list[Tensor]],
-        count: Tensor,
-        divisor: Tensor | None,
-        skip: Tensor,
-    ) -> None:
-        m, v = slots
+    def kernel(count: Tensor) -> Update:
         rate = kernel_rate(lr, count)
-        run_adam(params, grads, m, v, count, rate, (beta1, beta2), weight_decay, eps, decoupled, divisor, skip)
+
+        def run(
+            params: list[Tensor],
+            grads: list[Tensor],
+            slots: list[list[Tensor]],
+            divisor: Tensor | None,
+            skip: Tensor,
+        ) -> None:
+            m, v = slots
+            run_adam(params, grads, m, v, count, rate, (beta1, beta2), weight_decay, eps, decoupled, divisor, skip)
+
+        return run
 
     return leafwise(AdamState, state_dtypes, rule, kernel)

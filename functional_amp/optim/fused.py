@@ -129,12 +129,14 @@ def run_group(
         grads = [dense(grad.to(dtype)) for grad in grads]
     if scale is not None:  # the kernel also writes to the gradients, which the caller may still hold
         scale, grads = scale.to(torch.float32), storage.scratch(grads)
-    if group.works is None:
+    run = kernel(count.to(device))
+    new, written = group.works, group.written
+    if new is None:
         new = [storage.working(leaves) for leaves in olds]
-    else:
-        new = group.works
-        storage.writing_to(group.written)
-    kernel(new[0], grads, new[1:], count.to(device), scale, (~applied).to(device, torch.float32))
+        written = versioned(leaf for leaves in new for leaf in leaves)
+    skip = (~applied).to(device, torch.float32)
+    storage.writing_to(written)
+    run(new[0], grads, new[1:], scale, skip)
     if group.works is not None:
         return
     for column, leaves, news in zip(columns, olds, new, strict=True):

@@ -72,6 +72,7 @@ class Imperative:
         count: Tensor,
         paths: Sequence[str],
         names: Sequence[str],
+        writing: Callable[[], None] = lambda: None,
     ) -> None:
         """One update in place, of the parameters and of the tensors that are kept.
 
@@ -81,6 +82,7 @@ class Imperative:
             tensors: `Kept.tensors` of the state.
             count: updates before this one.
             names: what the state calls its tensors, by `names_of`.
+            writing: called before the first write.
 
         Raises:
             ValueError: for the state of another class, whose tensors may have the same shapes.
@@ -91,7 +93,7 @@ class Imperative:
                 f"opt_state: found {names}, expected {layout.names} as {self.cls.__name__} keeps it. Take it from the "
                 "init of this very optimizer."
             )
-        self.apply(layout, params, grads, tensors, count)
+        self.apply(layout, params, grads, tensors, count, writing)
 
     def apply(
         self,
@@ -100,6 +102,7 @@ class Imperative:
         grads: Sequence[Tensor | None],
         tensors: Sequence[Tensor],
         count: Tensor,
+        writing: Callable[[], None] = lambda: None,
     ) -> None:
         """One update in place of parameters of a known layout. The optimizer is lent to them, by one thread at a time.
 
@@ -128,6 +131,7 @@ class Imperative:
                     param.grad = grad
                     if slots and (flag is None or flag):
                         optimizer.state[param] = {slot.key: laid_out(slot.decoded(given), param) for slot in slots}
+                writing()
                 optimizer.step()
                 self._check_unchanged(layout, before)
                 for param, own in zip(params, lent, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,8 @@ def updated(
     if not can_write_in_place():
         return _updated_in_transform(imperative, given)
     own = given._replace(params=_working(given.params, storage), kept=_working(given.kept, storage))
-    _update_in_place(imperative, own, divisor, applied)
+    written = [leaf for leaf in (*own.params, *own.kept) if leaf.dim()]
+    _update_in_place(imperative, own, divisor, applied, lambda: storage.writing_to(versioned(written)))
     return own.params, own.kept
 
 
@@ -42,12 +44,19 @@ def _working(leaves: list[Tensor], storage: Storage) -> list[Tensor]:
     """What the optimizer writes to."""
     if not storage.writes:
         return [copied(leaf) for leaf in leaves]
-    storage.writing_to(versioned(leaf for leaf in leaves if leaf.dim()))
     return [leaf if leaf.dim() else leaf.clone() for leaf in leaves]  # a 0-dim leaf may be held elsewhere
 
 
-def _update_in_place(imperative: Imperative, given: Given, divisor: Tensor | None, applied: Tensor | None) -> None:
+def _update_in_place(
+    imperative: Imperative,
+    given: Given,
+    divisor: Tensor | None,
+    applied: Tensor | None,
+    writing: Callable[[], None],
+) -> None:
     """One update of the parameters and the tensors that are kept, where `applied` holds; an operator in a graph.
+
+    `writing` is called before the first write: a schedule that raises has written nothing.
 
     The flag is looked at where that is free, and where the optimizer counts its steps on the host, so that the host
     has to know. Else the update is made, and taken back by selection.
@@ -56,6 +65,7 @@ def _update_in_place(imperative: Imperative, given: Given, divisor: Tensor | Non
     in_a_graph = operator("imperative_")
     if in_a_graph is not None:
         present, missing = [grad for grad in grads if grad is not None], [grad is None for grad in grads]
+        writing()
         in_a_graph(params, present, kept, missing, count, divisor, applied, paths, names, imperative.number)
         return
     before: list[Tensor] = []
@@ -67,7 +77,7 @@ def _update_in_place(imperative: Imperative, given: Given, divisor: Tensor | Non
         else:
             before = [tensor.clone() for tensor in (*params, *kept)]
     own = [None if g is None else _own(g, p, divisor) for p, g in zip(params, grads, strict=True)]
-    imperative.step([param.detach() for param in params], own, kept, count, paths, names)
+    imperative.step([param.detach() for param in params], own, kept, count, paths, names, writing)
     for old, new in zip(before, (*params, *kept)):
         assert applied is not None
         new.copy_(torch.where(applied.to(old.device), new, old))
@@ -94,13 +104,14 @@ def _operator(
     names: list[str],
     number: int,
 ) -> None:
-    announce_writing()
     imperative = known[number]()
     assert imperative is not None, "a graph outlived the optimizer that it was made for"
     waiting = iter(present)
     grads = [None if absent else next(waiting) for absent in missing]
     with torch.no_grad():
-        _update_in_place(imperative, Given(params, grads, kept, count, paths, names), divisor, applied)
+        _update_in_place(
+            imperative, Given(params, grads, kept, count, paths, names), divisor, applied, announce_writing
+        )
 
 
 implement("imperative_", _operator, "CompositeExplicitAutograd", lambda *args: None)

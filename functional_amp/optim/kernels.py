@@ -12,8 +12,10 @@ from functional_amp.dtypes import counted, scalar_dtype
 from functional_amp.engine.operators import announce_writing, implement, operator
 from functional_amp.torch_private import fused_adam, fused_sgd
 
-Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None, Tensor], None]
-"""`kernel(params, grads, slots, count, divisor, skip)`, in place; `skip` is 1.0 or 0.0."""
+Update: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor | None, Tensor], None]
+"""`run(params, grads, slots, divisor, skip)`, in place; `skip` is 1.0 or 0.0."""
+Kernel: TypeAlias = Callable[[Tensor], Update]
+"""`kernel(count)` gives a run; what can raise, a schedule, is asked here, before anything is written."""
 
 Tensors: TypeAlias = list[Tensor]
 

@@ -11,7 +11,7 @@ from functional_amp.checks import check_bool, check_non_negative, check_unit_int
 from functional_amp.dtypes import like
 from functional_amp.engine.operators import materialized
 from functional_amp.optim.base import Optimizer
-from functional_amp.optim.kernels import run_sgd
+from functional_amp.optim.kernels import Update, run_sgd
 from functional_amp.optim.leafwise import LeafRule, LeafUpdate, check_state_dtype, leafwise
 from functional_amp.optim.schedules import LearningRate, check_learning_rate, kernel_rate, learning_rate
 from functional_amp.tree import PyTree
@@ -88,16 +88,20 @@ def sgd(
 
         return leaf_rule
 
-    def kernel(
-        params: list[Tensor],
-        grads: list[Tensor],
-        slots: list[list[Tensor]],
-        count: Tensor,
-        divisor: Tensor | None,
-        skip: Tensor,
-    ) -> None:
-        buffers = slots[0] if momentum else []
-        run_sgd(params, grads, buffers, kernel_rate(lr, count), momentum, weight_decay, nesterov, divisor, skip)
+    def kernel(count: Tensor) -> Update:
+        rate = kernel_rate(lr, count)
+
+        def run(
+            params: list[Tensor],
+            grads: list[Tensor],
+            slots: list[list[Tensor]],
+            divisor: Tensor | None,
+            skip: Tensor,
+        ) -> None:
+            buffers = slots[0] if momentum else []
+            run_sgd(params, grads, buffers, rate, momentum, weight_decay, nesterov, divisor, skip)
+
+        return run
 
     # With dampening the first step differs, and the host may not ask whether this is the first: no kernel.
     return leafwise(SGDState, [state_dtype] if momentum else [], rule, None if dampening else kernel)
