@@ -43,6 +43,13 @@ def mode() -> Mode:
     return "inference" if torch.is_inference_mode_enabled() else "eager"
 
 
+def settings() -> tuple[Any, ...]:
+    """What a graph was made under: torch's modes on this thread."""
+    casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), deterministic, casts
+
+
 class _Loss:
     """A loss that the autograd engine records, for as long as it does."""
 

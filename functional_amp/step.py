@@ -266,8 +266,8 @@ def make_step(
         compile: True compiles the step: a window of one is one graph, one of two is two, a longer one
             three. A dict is passed on to `torch.compile` (`{"mode": "max-autotune"}`). A window of
             micro-batches stays a Python loop, never unrolled. `{"unsafe_skip_guards": True}` looks at no
-            guard while the state is the last one returned and the micro-batch has the structure, shapes
-            and dtypes of the last one: what it misses is a change of Python values that the loss reads.
+            guard while state and micro-batch have the structure, shapes and dtypes of the last call, in
+            the same modes of torch: what it misses is a change of Python values that the loss reads.
         mesh: the `DeviceMesh` of the ranks that train together, or `Ranks(mesh, ...)` of functional_amp.ranks.
             `update` adds the windows of all ranks before the norm is measured; `accumulate` sends nothing. A
             rank may have a window of any length, an empty one too. See docs/distributed.md.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
+from torch import Tensor
 
+from functional_amp.mode import settings
 from functional_amp.torch_private import keeping_saved_tensor_hooks, tracing_autograd
+from functional_amp.tree import PyTree, flatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,14 +84,49 @@ def compiled(function: Callable[P, R], options: Compile) -> Callable[P, R]:
 def guards_of_others(guards: Sequence[Any]) -> list[bool]:
     """Which guards are looked at in each call: all but those on this library's functions, classes and constants.
 
-    They are a third of the guards of a small model, and change only where somebody replaces the library's code in a
-    running program. What it keeps in lists, dicts and sets may change, and stays guarded.
+    They change only where somebody replaces the library's code in a running program. What it keeps in lists, dicts
+    and sets may change, and stays guarded; so does all of torch that is reached through its modules: the loss may
+    read the same.
     """
-    return [_OWN not in guard.name or isinstance(guard.value, (list, dict, set)) for guard in guards]
+    return [not _is_own(guard.name) or isinstance(guard.value, (list, dict, set)) for guard in guards]
 
 
-_OWN = f"['__import_{__name__.partition('.')[0]}_dot_"
-"""How the name of a guard begins that is reached through a module of this package."""
+_PACKAGE = __name__.partition(".")[0]
+_PLACE = re.compile(rf"\['__import_({_PACKAGE}_dot_\w+)'\]\.(\w+)")
+"""A module of this package and an attribute of it, in the name of a guard."""
+_CONSTANTS = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None), torch.dtype)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a guard is on something that a module of this package has made, or on what belongs to that."""
+    place = _PLACE.search(name)
+    if place is None:
+        return False
+    value = getattr(sys.modules[place[1].replace("_dot_", ".")], place[2], None)
+    if type(value) in _CONSTANTS:
+        return True
+    made = value if isinstance(value, (type, FunctionType)) else type(value)
+    return made.__module__.partition(".")[0] == _PACKAGE
+
+
+def signature(tree: PyTree) -> tuple[Any, ...]:
+    """What a graph depends on where no guard is looked at: structure, kinds of leaves, torch's modes."""
+    flat = flatten(tree)
+    places: dict[int, int] = {}
+    kinds = [
+        (_kind(leaf), places.setdefault(id(leaf), index)) if isinstance(leaf, Tensor) else _named(leaf)
+        for index, leaf in enumerate(flat.leaves)
+    ]
+    return flat.spec, kinds, settings()
+
+
+def _kind(leaf: Tensor) -> tuple[Any, ...]:
+    looks = leaf.shape, leaf.stride(), leaf.dtype, leaf.device, type(leaf)
+    return *looks, leaf.requires_grad, leaf.is_inference(), leaf.is_conj(), leaf.is_neg()
+
+
+def _named(leaf: Any) -> tuple[Any, ...]:
+    return type(leaf), leaf if type(leaf) in _CONSTANTS else id(leaf)
 
 
 def without_guards(skip: bool) -> AbstractContextManager[Any]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from functional_amp.engine.copies import remember_copied, with_current_copies
-from functional_amp.engine.graphs import Compile, compiled, skips_guards, with_own_code, without_guards
+from functional_amp.engine.graphs import Compile, compiled, signature, skips_guards, with_own_code, without_guards
 from functional_amp.engine.lease import Lease, Leases
 from functional_amp.engine.storage import CLOSING, FRESH, IN_GRAPH, Storage
 from functional_amp.mode import Mode, mode, stage
-from functional_amp.tree import flatten
+from functional_amp.registry import with_fields
 from functional_amp.values.grads import ScaledGrads
 from functional_amp.values.state import Metrics, TrainState, Window
 
@@ -98,7 +96,7 @@ class Runs:
             storage = lease or (IN_GRAPH if self._donate and how == "graph" else FRESH)
             return self._bodies[name](state, *given, storage)
         key = (name, state.window is None)
-        skip = skips_guards(self._compile) and known and self._seen(key, given)
+        skip = skips_guards(self._compile) and known and self._seen(key, lease, state, given)
         with without_guards(skip):
             if lease is None:
                 return self._graph(key)(state, *given)
@@ -111,15 +109,13 @@ class Runs:
             self._graphs[key] = compiled(lambda *given: body(*given, storage), self._compile)
         return self._graphs[key]
 
-    def _seen(self, key: tuple[str, bool], given: Any) -> bool:
-        """Whether the last call of a part had arguments of the same structure, shapes and dtypes."""
-        flat = flatten(given)
-        kinds = [
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
-            for leaf in flat.leaves
-        ]
-        before, self._signatures[key] = self._signatures.get(key), (flat.spec, kinds)
-        return before == (flat.spec, kinds)
+    def _seen(self, key: tuple[str, bool], lease: Lease | None, state: TrainState, given: Any) -> bool:
+        """Whether the last call of a part had arguments of the same structures and kinds, in the same modes."""
+        if lease is not None and state.window is None:  # the lease has compared the rest, leaf by leaf
+            state = with_fields(state, params=None, opt_state=None, buffers=None)
+        found = signature((state, given))
+        before, self._signatures[key] = self._signatures.get(key), found
+        return before == found
 
 
 def check_state(state: Any) -> None:
