@@ -457,12 +457,12 @@ def test_a_compiled_run_learns_as_an_eager_one(tmp_path):
 
 @pytest.fixture(scope="module")
 def default_run(example):
-    """Trains at the default size of a CPU in a dtype, half as long as the README's line does."""
+    """Trains at the default size of a CPU in a dtype, a quarter as long as the README's line does."""
 
     @functools.cache
     def trained(dtype: str):
         with global_state_restored():
-            options = example["options"].parse("", ["--device=cpu", f"--dtype={dtype}", "--steps=200"])
+            options = example["options"].parse("", ["--device=cpu", f"--dtype={dtype}", "--steps=100"])
             return example["train_gpt"].train(options, torch.tensor(False))
 
     return trained
@@ -477,7 +477,7 @@ def final_loss(report) -> float:
 @pytest.mark.slow
 def test_the_float16_run_learns_more_than_the_frequency_of_bytes(default_run):
     report = default_run("float16")
-    assert final_loss(report) < 0.75 * report.entropy
+    assert final_loss(report) < 0.85 * report.entropy
 
 
 @pytest.mark.slow

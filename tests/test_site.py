@@ -157,8 +157,7 @@ def address(site: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_pages_render_without_an_error_and_fit_a_phone(site: Path, browser: Any, address: str) -> None:
-    page, errors = browser.new_page(), []
-    screen = page.viewport_size
+    page, errors = browser.new_page(viewport=PHONE), []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("response", lambda response: errors.append(response.url) if response.status >= 400 else None)
     for path in sorted(site.rglob("index.html")):
@@ -166,13 +165,11 @@ def test_pages_render_without_an_error_and_fit_a_phone(site: Path, browser: Any,
         assert page.locator("h1").first.is_visible(), path
         pictures = page.locator("article img")
         assert all(pictures.nth(i).evaluate("image => image.naturalWidth > 0") for i in range(pictures.count())), path
-        page.set_viewport_size(PHONE)
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= PHONE["width"], f"{path}: {width} pixels wide"
         text = page.locator("article p, article li").first
         if text.count():  # the pages of examples are code alone
             assert text.evaluate("element => parseFloat(getComputedStyle(element).fontSize)") >= 14, path
-        page.set_viewport_size(screen)
     page.close()
     assert errors == []
 

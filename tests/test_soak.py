@@ -101,7 +101,7 @@ MOMENTUM = Optim("SGD", {"lr": 1e-3, "momentum": 0.9})
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "donate, optim, updates, warm",
-    [(True, ADAMW, 10_000, 2_000), (False, MOMENTUM, 4_000, 1_000)],
+    [(True, ADAMW, 6_000, 2_000), (False, MOMENTUM, 3_000, 1_000)],
     ids=["donated adamw", "pure momentum"],
 )
 def test_a_long_run_with_overflows_holds_no_more_memory_and_stays_exact(donate, optim, updates, warm):
