@@ -181,7 +181,7 @@ class Step:
             state,
             window=Window(
                 grads,
-                loss if loss_sum is None else loss_sum + loss,
+                loss.clone() if loss_sum is None else loss_sum + loss,  # the loss may be an element of a parameter
                 out.buffers,
                 None if self.compute_dtype is None else params,
                 aux_sum(aux, out.aux, weight, first=window is None),

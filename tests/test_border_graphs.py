@@ -16,6 +16,7 @@ import functional_amp as fa
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 AOT: dict[str, Any] = {"backend": "aot_eager"}
+X = torch.arange(3.0)
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "sgd": lambda lr: fa.sgd(lr, momentum=0.9),
     "adamw": fa.adamw,
@@ -82,6 +83,27 @@ def test_a_learning_rate_that_raises_has_written_nothing(rule: str, compile: Any
     assert not torch.equal(after.params["w"], before["w"])
 
 
+@pytest.mark.parametrize("compile", [False, AOT], ids=["eager", "compiled"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_loss_and_a_weight_that_are_elements_of_the_state_are_told_as_they_were(by_hand: bool, compile: Any):
+    optimizer = fa.sgd(0.5)
+
+    def loss_fn(params: dict[str, Tensor], x: Tensor, buffers: dict[str, Tensor]) -> fa.Loss:
+        return fa.Loss(params["w"][0], weight=buffers["n"][0], buffers={"n": buffers["n"] + 1})
+
+    step = fa.make_step(loss_fn, optimizer, donate=True, compile=compile)
+    params, buffers = {"w": torch.tensor([3.0, 4.0])}, {"n": torch.ones(2)}
+    state = fa.init_state(params, optimizer, fa.NoScale(), buffers=buffers)
+    told = []
+    for _ in range(2):
+        if by_hand:
+            state, metrics = step.update(step.accumulate(state, X))
+        else:
+            state, metrics = step(state, [X])
+        told.append((metrics.loss.item(), metrics.weight.item()))
+    assert told == [(3.0, 1.0), (2.5, 2.0)]
+
+
 # What a graph is guarded by
 
 
@@ -111,7 +133,6 @@ def test_a_setting_of_torch_that_a_loss_reads_is_seen(monkeypatch: pytest.Monkey
 
 
 UNGUARDED: dict[str, Any] = {**AOT, "unsafe_skip_guards": True}
-X = torch.arange(3.0)
 
 
 def product(params: dict[str, Tensor], x: Any) -> Tensor:

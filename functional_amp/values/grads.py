@@ -190,7 +190,7 @@ def weight_tensor(weight: float | Tensor, scale: Tensor) -> Tensor:
     """A weight as a float32 tensor on the device of the scale."""
     check_weight(weight)
     if isinstance(weight, Tensor):
-        return weight.to(scale.device, torch.float32)
+        return weight.to(scale.device, torch.float32, copy=True)  # it may lie in a buffer, which an update writes to
     # Not full_like: a compiler makes a constant of the number there, and a graph for each.
     return torch.ones_like(scale, dtype=torch.float32) * float(weight)
 
