@@ -251,3 +251,13 @@ def test_an_outer_derivative_refuses_a_write_by_out():
     with pytest.raises(RuntimeError, match="loss_fn: found a write in place to"):
         torch.func.grad(loss_after)(PARAMS["w"])
     assert_same_bits(state.buffers, BUFFERS)
+
+
+@eager
+def test_what_was_written_to_before_the_step_is_not_refused(options: str):
+    apply, params, _ = fa.from_module(nn.Linear(4, 4))
+    with torch.no_grad():
+        params["weight"].copy_(torch.eye(4))
+    step = fa.make_step(lambda p, x: apply(p, x).square().mean(), fa.sgd(0.1), **OPTIONS[options])
+    state, metrics = step(fa.init_state(params, fa.sgd(0.1)), [torch.ones(3, 4)])
+    assert metrics.applied and torch.isfinite(state.params["weight"]).all()
