@@ -249,8 +249,8 @@ refused by an error that names the place and a way out. It is never silently dif
 - `from_module` looks at everything that the module reaches through attributes, lists, dicts, closures and weak
   references. It works on a copy; the module itself is never changed.
 - The first call of a function, of each of its methods, and of each of its modes is a *rehearsal*: the forward runs once
-  or twice more on copies of the parameters, buffers and arguments. What it leaves behind is found by comparison.
-  Random numbers are put back.
+  more on copies of the parameters, buffers and arguments, and some times more if it keeps something. What it leaves
+  behind is found by comparison. Random numbers are put back. A function among the arguments is called each time too.
 - Later calls compare version counters and attributes. A difference is an error, and attributes are put back.
 - In a graph that is traced before the first call outside of it, the compiler's own record of what was changed is
   looked at. It can't tell what is written before it is read: call the function once before you compile it. Parameters
@@ -295,6 +295,8 @@ Further rules:
 - Where a forward or a loss leaves its graph (`fullgraph=False`), its writes in place are not seen.
 - What a forward writes before it reads it is kept for no other call: a call in another mode, of another method or in
   another branch that reads it first is an error. An object that the module shares with a function is put back instead.
+  Whether it is there or is None (`hasattr`, `is None`, `isinstance`) must make no difference: the first call compares.
+  In a branch that the first call did not take, this is not noticed.
 - `scratch=` is a promise: what these attributes hold after a call is dropped, and no later call reads it. A name that
   no attribute has does nothing.
 - Random numbers for a tensor whose memory is not contiguous (dropout after a transpose, say) are drawn in another

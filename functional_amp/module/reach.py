@@ -27,6 +27,7 @@ _FOLLOWED = (*CONTAINERS, tuple, frozenset, types.FunctionType, types.MethodType
 KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")}
 KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
 KNOWN |= {Tensor.__repr__, Tensor.__len__}
+_OF_ALL = {Tensor.__hash__, Tensor.__repr__}
 
 KEPT = (
     "before it is written, expected the forward to write it first: it holds something of an earlier call, in another "
@@ -42,7 +43,7 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in KNOWN:
+        if func in (_OF_ALL if any(isinstance(a, Absent) and a.why == KEPT for a in args) else KNOWN):
             with below_subclasses():
                 return func(*args, **(kwargs or {}))
         for _, found in walk((args, kwargs)):
@@ -54,7 +55,9 @@ class Absent(Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return absent, (self.place, self.why, torch.Size(self.shape), self.dtype, isinstance(self, nn.Parameter))
+        with below_subclasses():
+            shape, dtype = torch.Size(self.shape), self.dtype
+        return absent, (self.place, self.why, shape, dtype, isinstance(self, nn.Parameter))
 
 
 def absent(place: str, why: str, shape: Any = (), dtype: Any = torch.float32, parameter: bool = False) -> Absent:
@@ -81,6 +84,11 @@ class Unread:
 
     def __hash__(self) -> int:
         return hash(bool(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and the compiler ask of every object
+            raise AttributeError(name)
+        return bool(self)
 
     def __deepcopy__(self, memo: Any) -> Unread:
         return self
