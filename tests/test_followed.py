@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,7 @@ LINES = [
     Line("parameters and modules as attributes of other objects", FOLLOWED, "", cases.InAnObject),
     Line("modules in tuples", FOLLOWED, "", cases.InATuple),
     Line("bound methods as attributes", FOLLOWED, "", cases.ScalarMethod, torch.tensor(1.0)),
+    Line("methods of containers, which look something up", FOLLOWED, "shared with the module", lambda: HELD({}.get)),
     Line("`functools.partial` over the module", FOLLOWED, "", cases.ScalarPartial, torch.tensor(1.0)),
     Line("recurrent layers", FOLLOWED, "", cases.Recurrent),
     Line("recurrent layers with computed weights", FOLLOWED, "", lambda: _pruned_gru()),
@@ -65,6 +67,7 @@ LINES = [
     Line("weak references and weak proxies to it", AT_ONCE, "hold it in a list", cases.weak_reference),
     Line("gradient hooks on parameters", AT_ONCE, "the rule in the loss function", lambda: _hooked()),
     Line("two parameters over one memory", AT_ONCE, "one parameter at both names", _TWO),
+    Line("queues and context variables", AT_ONCE, "a list and a buffer", lambda: HELD(queue.SimpleQueue())),
     Line("iterators, Python's generators, `torch.Generator`", AT_ONCE, "a list and a buffer", lambda: HELD(iter([1]))),
     Line("generators of `random` and of numpy", AT_ONCE, "torch's own generator", lambda: HELD(random.Random(0))),
     Line("arrays over the memory of a parameter", AT_ONCE, "make them in the forward", lambda: _array()),

@@ -18,11 +18,12 @@ from functional_amp.torch_private import below_dispatch_modes, below_subclasses
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, range, type, slice, property, type(Ellipsis)),
-    *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GenericAlias, pathlib.PurePath),
+    *(types.ModuleType, types.CodeType, types.GenericAlias, pathlib.PurePath),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 CONTAINERS = (dict, list, set, collections.deque, types.CellType)
-_FOLLOWED = (*CONTAINERS, tuple, frozenset, types.FunctionType, types.MethodType, functools.partial, weakref.ref)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial)
+_FOLLOWED = (*CONTAINERS, tuple, frozenset, *_FUNCTIONS, weakref.ref)
 # What a tensor without numbers answers truly. Its device is not among it: it has none.
 KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")}
 KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
@@ -106,7 +107,7 @@ def walk(root: Any, stop: Callable[[Any], bool] = lambda obj: False) -> Iterator
         if obj is not root and stop(obj):
             continue
         for step, child in children(obj):
-            if not isinstance(child, _ATOMS) and id(child) not in seen and not _is_torchs(child):
+            if not is_atom(child) and id(child) not in seen and not _is_torchs(child):
                 seen[id(child)] = child
                 todo.append((path + step, child))
 
@@ -122,6 +123,8 @@ def children(obj: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     if isinstance(obj, types.MethodType):
         return [(".__self__", obj.__self__), (".__func__", obj.__func__)]
+    if isinstance(obj, types.BuiltinMethodType):
+        return [(".__self__", obj.__self__)]
     if isinstance(obj, types.CellType):
         return [("", value) for value in contents(obj)]
     if isinstance(obj, weakref.ref):
@@ -190,8 +193,8 @@ def contents(container: Any) -> tuple[Any, ...]:
 
 
 def is_atom(obj: Any) -> bool:
-    """True for what never changes and leads nowhere: a number, a string, a class."""
-    return isinstance(obj, _ATOMS)
+    """True for what never changes and leads nowhere: a number, a string, a class, a function of compiled code."""
+    return isinstance(obj, _ATOMS) or (isinstance(obj, types.BuiltinMethodType) and isinstance(obj.__self__, _ATOMS))
 
 
 def is_object(obj: Any) -> bool:
