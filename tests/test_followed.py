@@ -65,6 +65,7 @@ LINES = [
     Line("hooks that close over the module", AT_ONCE, "a partial over a list of layers", cases.forward_hook),
     Line("default arguments that are the module", AT_ONCE, "a partial", cases.default_argument),
     Line("weak references and weak proxies to it", AT_ONCE, "hold it in a list", cases.weak_reference),
+    Line("buffers that were computed from parameters", AT_ONCE, "register its `.detach()`", lambda: _computed()),
     Line("gradient hooks on parameters", AT_ONCE, "the rule in the loss function", lambda: _hooked()),
     Line("two parameters over one memory", AT_ONCE, "one parameter at both names", _TWO),
     Line("queues and context variables", AT_ONCE, "a list and a buffer", lambda: HELD(queue.SimpleQueue())),
@@ -178,6 +179,12 @@ def _hooked() -> nn.Module:
     return module
 
 
+def _computed() -> nn.Module:
+    module = cases.Net()
+    module.register_buffer("b", module.l.weight + 1)
+    return module
+
+
 def _compiled() -> Any:
     return torch.compile(cases.Net(), backend="eager")
 
@@ -272,6 +279,8 @@ Further rules:
   done: inside `scale_backward` and the step for every call, elsewhere as long as the graph of the output lives.
 - A checkpointed part that assigns a buffer anew (`self.n = self.n + 1`) does so again in the backward: refused where
   `scale_backward` or a step takes the derivative. Write in place, which counts twice, as in torch.
+- A buffer that the forward leaves with a history, and that a later output depends on, passes gradients on to the calls
+  of one loss. Handed out of the loss it is an error: write `.detach()`. In a graph this is not noticed.
 - What a backward keeps (an attribute that a hook sets, a buffer that the caller does not get) is an error of the step.
   In a loop of your own it is one of a later call.
 - In the forward parameters are `nn.Parameter` to `isinstance`, not to `type()`. Setting their `requires_grad` is

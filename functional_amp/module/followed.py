@@ -137,6 +137,11 @@ def check_tensor(place: str, tensor: Tensor) -> None:
             f"module: found a {type(tensor).__name__} at {place!r}, expected an nn.Parameter, or a class of tensors "
             "that detach() keeps: each call lays other tensors in. Make it an nn.Parameter; its layer may hold more."
         )
+    if not tensor.is_leaf:
+        raise TypeError(
+            f"module: found a history behind {place!r}: it was computed from what requires grad, expected numbers "
+            "alone: a gradient would stop at it. Register its .detach(), or compute it in the forward."
+        )
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise TypeError(
             f"module: found a gradient hook on {place!r}, expected none: gradients are values here, and pass no hook. "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from functional_amp.engine.carried import note_carried
 from functional_amp.engine.moved import note_moves
 from functional_amp.engine.unwritten import versions_of
 from functional_amp.module.copies import lists_of_weights, shared
@@ -51,6 +52,7 @@ class Lender:
         self.master, self.known = master, known
         self.written: set[str] = set()
         self._unseen: set[str] = set()
+        self._read: dict[tuple[str, frozenset[str]], bool] = {}
         self.traced: tuple[Any, dict[str, int], dict[str, int], set[Any]] = None, {}, {}, set()
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
@@ -170,6 +172,9 @@ class Lender:
         ).begin(output)
         if returned:
             note_moves(written | self._unseen)
+            if left := [name for name in written if after[name].requires_grad]:
+                if self._reads(left, Call({**params, **buffers}, params, method, args, kwargs)):
+                    note_carried(after[name] for name in left)
         return output, {name: after[name] for name in buffers}, written
 
     def state_dict(self, tensors: Tensors) -> dict[str, Any]:
@@ -217,8 +222,18 @@ class Lender:
                 found.append((layers[path], key, before, key in vars(layers[path])))
         return found
 
+    def _rehearsal(self) -> Rehearsal:
+        return Rehearsal(self.constants, self._make, self.alive, self.is_scratch, self.known)
+
+    def _reads(self, left: list[str], call: Call) -> bool:
+        """True if a forward computes its output, differentiably, from buffers that it leaves with a history."""
+        key = call.method, frozenset(left)
+        if key not in self._read:
+            self._read[key] = self._rehearsal().reads(left, call)
+        return self._read[key]
+
     def _rehearse(self, call: Call) -> None:
-        rehearsal = Rehearsal(self.constants, self._make, self.alive, self.is_scratch, self.known)
+        rehearsal = self._rehearsal()
         rehearsal.run(call)
         self.written |= rehearsal.written
         self._unseen |= rehearsal.unseen

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from functional_amp.engine.random import all_generators_kept
@@ -26,6 +27,7 @@ from functional_amp.module.rehearsal import (
 )
 from functional_amp.module.templates import Template, Tensors, unread
 from functional_amp.module.watched import Change
+from functional_amp.torch_private import reaches_this_level
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -95,6 +97,32 @@ class Rehearsal:
                     refuse_changes(new | known)
         self._known.kept.update(new)
 
+    def reads(self, left: Collection[str], call: Call) -> bool:
+        """True if the output depends, differentiably, on buffers that the forward leaves with a history.
+
+        They get one in a `torch.func.vjp` around a trial: what depends on it reaches its level, and nothing else does.
+        """
+        names, reaching = set(left), False
+
+        def probe(histories: Tensors) -> Tensor:
+            nonlocal reaching
+            trial = _Trial(self)
+            given = {name: call.tensors[name].detach() + history for name, history in histories.items()}
+            trial.run(call._replace(tensors={**call.tensors, **given}))
+            output, after = trial.left
+            reaching = any(isinstance(obj, Tensor) and reaches_this_level(obj) for _, obj in walk(output))
+            names.update(name for name, tensor in after.items() if reaches_this_level(tensor))
+            return torch.zeros(())
+
+        while True:  # those that it leaves with a history once others have one
+            before = {*names}
+            try:
+                torch.func.vjp(probe, {name: torch.zeros_like(call.tensors[name].detach()) for name in names})
+            except Exception:  # torch.func can't follow it
+                return True
+            if reaching or names == before:
+                return reaching
+
     def _passes(self, trial: _Trial, call: Call, held: Mapping[str, Any], new: Collection[str]) -> bool:
         """True if the forward runs with other attributes; where these can't be read, it must write every one."""
         try:
@@ -114,7 +142,7 @@ class _Trial:
         self._rehearsal, constants = rehearsal, rehearsal._constants
         self._constants = {path: constant.clone() for path, constant in constants.items()}
         self._template = rehearsal._make({id(old): self._constants[path] for path, old in constants.items()})
-        self._left: Any = None
+        self.left: Any = None
 
     def run(self, call: Call, held: Mapping[str, Any] = MappingProxyType({})) -> list[Change]:
         """Runs the forward, and gives what it has changed.
@@ -141,7 +169,7 @@ class _Trial:
         finally:
             template.take_out()
             template.put_back()  # closures are shared with the original
-        self._left = output, after
+        self.left = output, after
         refuse_marks(copies)
         written = written_to(both, {**constants, **after}, versions)
         refuse_gone(written.difference(constants), after)
@@ -158,7 +186,7 @@ class _Trial:
     def seen(self) -> list[Any]:
         """What the last run gave: the tensors and the plain values in its output, and the tensors after it."""
         found: list[Any] = []
-        for _, obj in walk(self._left, lambda obj: isinstance(obj, nn.Module)):
+        for _, obj in walk(self.left, lambda obj: isinstance(obj, nn.Module)):
             found.append(obj if isinstance(obj, Tensor) else type(obj))
             if not isinstance(obj, (Tensor, nn.Module)):
                 found += [child for _, child in children(obj) if isinstance(child, _PLAIN)]
