@@ -20,6 +20,10 @@ GLOBAL_NAMESPACE = _GLOBAL
 torch_pytree: Any = _pytree
 """The registry that torch.func and torch.compile look into; `torch.utils.pytree` has no paths for nodes yet."""
 
+_functorch: Any = cast(Any, torch._C)._functorch
+is_wrapped: Any = _functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is the wrapper of a transform around another."""
+
 
 def functorch_active() -> bool:
     """Whether a `torch.func` transform runs on this thread; dynamo knows this function."""
@@ -58,8 +62,7 @@ def fused_sgd(*args: Any, **kwargs: Any) -> Any:
 
 def fused_adam(*args: Any, decoupled: bool, **kwargs: Any) -> Any:
     """torch's kernel of Adam or AdamW for a list of leaves, in place."""
-    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    return kernel(*args, **kwargs)
+    return cast(Any, torch._fused_adamw_ if decoupled else torch._fused_adam_)(*args, **kwargs)
 
 
 def foreach_norm(leaves: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -123,11 +126,10 @@ def reaches_this_level(tensor: Tensor) -> bool:
     """Whether a tensor depends on what the innermost `torch.func.grad` differentiates."""
     if torch.compiler.is_compiling():  # dynamo does not know levels
         return tensor.requires_grad
-    functorch: Any = cast(Any, torch._C)._functorch
-    level = functorch.maybe_current_level()
-    while functorch.is_functorch_wrapped_tensor(tensor) and functorch.maybe_get_level(tensor) > level:
-        tensor = functorch.get_unwrapped(tensor)
-    return functorch.maybe_get_level(tensor) == level and tensor.requires_grad
+    level = _functorch.maybe_current_level()
+    while is_wrapped(tensor) and _functorch.maybe_get_level(tensor) > level:
+        tensor = _functorch.get_unwrapped(tensor)
+    return _functorch.maybe_get_level(tensor) == level and tensor.requires_grad
 
 
 def has_derivative(tensor: Tensor) -> bool:
@@ -137,10 +139,9 @@ def has_derivative(tensor: Tensor) -> bool:
 
 def levels(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor as each `torch.func` transform around it sees it: the innermost first, without any last."""
-    functorch: Any = cast(Any, torch._C)._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
+    while is_wrapped(tensor):
         yield tensor
-        tensor = functorch.get_unwrapped(tensor)
+        tensor = _functorch.get_unwrapped(tensor)
     yield tensor
 
 
@@ -295,5 +296,4 @@ def part_of_dtensor(part: Tensor, like: Any) -> Any:
     if torch.compiler.is_compiling() or part.dtype != like.dtype or part.requires_grad:
         mesh, placements = like.device_mesh, like.placements
         return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-    make: Any = DTensor
-    return make(part, like._spec, requires_grad=False)
+    return cast(Any, DTensor)(part, like._spec, requires_grad=False)

@@ -390,6 +390,19 @@ def test_private_names_of_torch_and_optree_stand_in_one_file():
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.vmap(f)(x[None]).sum()])
+def test_is_wrapped_of_what_a_transform_differentiates_or_maps_alone(transform):
+    # When it moves, a write by an `out=` to what an outer transform maps over is not seen.
+    captured, found = torch.ones(2), []
+
+    def loss(x):
+        found.append((private.is_wrapped(x), private.is_wrapped(captured)))
+        return (x * x).sum()
+
+    transform(loss)(torch.ones(2))
+    assert found == [(True, False)]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: lambda x: torch.vmap(f)(x[None]).sum()])
 def test_unwrapped_is_the_tensor_below_all_transforms(transform):
     # When it moves, the rehearsal of a module under torch.func compares nothing.
     x = torch.ones(2)

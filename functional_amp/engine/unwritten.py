@@ -8,65 +8,85 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from functional_amp.dtypes import is_differentiable
-from functional_amp.mode import in_graph, mode
-from functional_amp.torch_private import comptime, traced_graph, traced_locals, traced_versions
+from functional_amp.engine.statistics import same_bits, traced_statistics_writes
+from functional_amp.mode import in_graph, mode, transformed
+from functional_amp.torch_private import comptime, is_wrapped, levels, traced_graph, traced_locals, traced_versions
 from functional_amp.tree import Flat, PyTree, flatten, paths
 
 GIVEN = "what it was given"
 _version = operator.attrgetter("_version")
 
 
+class Handed(NamedTuple):
+    """What a loss function is given: the parameters and the buffers.
+
+    Attributes:
+        tree: with containers of its own, and in a first call with copies in it.
+        originals: of each copy that the loss has not written to, by its id.
+    """
+
+    tree: tuple[PyTree, PyTree]
+    originals: dict[int, Tensor]
+
+    def back(self, tree: PyTree) -> PyTree:
+        """A tree with the originals in place of the copies."""
+        if not self.originals:
+            return tree
+        flat = flatten(tree)
+        return flat.unflatten([self.originals.get(id(leaf), leaf) for leaf in flat.leaves])
+
+
 @contextmanager
-def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[tuple[PyTree, PyTree]]:
+def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[Handed]:
     """Raises where a loss function writes in place to the buffers or to an integer leaf that it is given.
 
     A skip could not take such a write back.
 
     Args:
         given: the parameters and the buffers.
-        unseen: empty after a first call in eager mode. That one is given copies, so that a loss function that
-            is refused has written to nothing of the state. Later calls compare version counters alone.
+        unseen: empty after a first call outside of a graph. That one is given copies, whose values are compared
+            afterwards: a loss function that is refused has written to nothing of the state, and a kernel that
+            moves no version counter is found too. Later calls compare version counters alone.
 
     Raises:
         RuntimeError: naming the leaves.
     """
-    how = mode()
     if in_graph():
         flat = flatten(given[1])
         given = given[0], flat.unflatten(flat.leaves)  # containers of its own, as outside a graph
-        if how == "transform":
-            yield given  # torch.func refuses such a write, and the compiler what catches the refusal
-            return
         watched = list(_watched(given, flatten(given)).values())
         _compare(watched, False, GIVEN)
-        yield given
+        yield Handed(given, {})
         _compare(watched, True, GIVEN)
         return
-    if how != "eager":
-        yield given  # torch.func refuses such a write; the engine, which "auto" asks then, finds its name here
-        return
     on_copies, flat = bool(unseen), flatten(given)
-    watched = {
-        i: leaf.clone() if on_copies else leaf for i, leaf in _watched(given, flat).items() if not leaf.is_inference()
-    }
-    if not watched:
-        yield given
+    found = {i: leaf for i, leaf in _watched(given, flat).items() if not leaf.is_inference()}
+    if not found:
+        yield Handed(given, {})
         return
-    before = versions_of(watched.values())
+    watched = {i: _copy_of(leaf) for i, leaf in found.items()} if on_copies else found
+    before = _versions_below(watched.values())
     leaves: list[Any] = [watched.get(index, leaf) for index, leaf in enumerate(flat.leaves)]
-    yield flat.unflatten(leaves)
+    handed = Handed(flat.unflatten(leaves), {id(watched[i]): leaf for i, leaf in found.items()} if on_copies else {})
+    yield handed
+    changed = {i for i, old, new in zip(watched, before, _versions_below(watched.values()), strict=True) if old != new}
     if on_copies:
-        unseen.clear()
-    after = versions_of(watched.values())
-    if after != before:
+        changed |= {i for i, leaf in found.items() if not same_bits(watched[i], leaf)}
+    if changed:
         names = [*paths(given[0]), *paths(given[1])]
-        written = [names[i] for i, old, new in zip(watched, before, after, strict=True) if old != new]
-        raise RuntimeError(_message(str(written)))
+        raise RuntimeError(_message(str([names[i] for i in sorted(changed)])))
+    unseen.clear()
+
+
+def _copy_of(leaf: Tensor) -> Tensor:
+    """A copy that a transform sees as it sees the leaf: it refuses a write in place to what is not its own."""
+    copy = leaf.clone()
+    return list(levels(copy))[-len(list(levels(leaf)))]
 
 
 @contextmanager
@@ -96,8 +116,8 @@ def unwritten_by_optimizer(**given: PyTree) -> Iterator[list[PyTree]]:
 
 
 def counted_params(leaves: list[Any]) -> list[int]:
-    """The counters of the parameters of a loss function; none under a transform or in a graph."""
-    return [] if in_graph() or mode() == "transform" else versions_of(leaves)
+    """The counters of the parameters of a loss function; none in a graph."""
+    return [] if in_graph() else _versions_below(leaves)
 
 
 def check_params(params: PyTree, leaves: list[Any], before: list[int]) -> None:
@@ -105,7 +125,7 @@ def check_params(params: PyTree, leaves: list[Any], before: list[int]) -> None:
 
     A write through `.data` under the autograd engine moves no version counter, and is not seen.
     """
-    if before and versions_of(leaves) != before:
+    if before and _versions_below(leaves) != before:
         raise RuntimeError(_params_message(f" at {_written(params, before)}"))
 
 
@@ -136,12 +156,27 @@ def versions_of(leaves: Iterable[Any]) -> list[int]:
     try:
         return list(map(_version, leaves))  # a third of the time of asking each leaf first
     except (AttributeError, RuntimeError):  # of None, and of a tensor of an inference mode
-        return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in leaves]
+        return list(map(_counter, leaves))
+
+
+def _counter(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+
+
+def _versions_below(leaves: Iterable[Any]) -> list[int]:
+    """The same with those below a transform's wrappers, which an `out=` or a write to a list moves alone.
+
+    To be compared within one transform: a wrapper does not outlive it.
+    """
+    leaves = list(leaves)
+    if transformed() and any(map(is_wrapped, [leaf for leaf in leaves if isinstance(leaf, Tensor)])):
+        return [sum(map(_counter, levels(leaf))) if isinstance(leaf, Tensor) else 0 for leaf in leaves]
+    return versions_of(leaves)
 
 
 def _written(tree: PyTree, before: list[int]) -> list[str]:
     """The paths of the leaves that have been written to since."""
-    now = versions_of(flatten(tree).leaves)
+    now = _versions_below(flatten(tree).leaves)
     return [path for path, old, new in zip(paths(tree), before, now, strict=True) if old != new]
 
 
@@ -175,7 +210,8 @@ def _compare(watched: list[Tensor], done: bool, what: str | None) -> None:
 
 def _look(context: Any) -> None:
     local = traced_locals(context)
-    now = traced_graph(context), traced_versions(local["watched"].items)
+    items = local["watched"].items
+    now = traced_graph(context), [*traced_versions(items), traced_statistics_writes(items)]
     if not local["done"].as_python_constant():
         _traced.append(now)
         return
@@ -188,7 +224,8 @@ def _look(context: Any) -> None:
 def _message(what: str) -> str:
     return (
         f"loss_fn: found a write in place to {what}, expected new buffers in the Loss: a window that is skipped could "
-        "not take the write back. Write `Loss(value, buffers={**buffers, name: new})`, with new tensors."
+        "not take the write back. Write `Loss(value, buffers={**buffers, name: new})`, with new tensors, such as a "
+        "`buffers[name].clone()` that a kernel updates."
     )
 
 

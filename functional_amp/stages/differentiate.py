@@ -160,12 +160,17 @@ def _by_autograd(scaled_loss: Any, leaves: list[Tensor]) -> tuple[list[Tensor], 
         torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
         for grad, leaf in zip(found, leaves, strict=True)
     ]
-    return grads, (value.detach(), [tensor.detach() for tensor in tensors])
+    return grads, (value.detach(), without_history(tensors))
 
 
 def recording(leaves: list[Tensor]) -> list[Tensor]:
     """The leaves of the engine's graph: the same numbers, which require grad."""
     return [normal(leaf).detach().requires_grad_() for leaf in leaves]
+
+
+def without_history(tensors: list[Tensor]) -> list[Tensor]:
+    """What a loss has handed out; the very tensors that had no history: what it leaves as it was is known by that."""
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def record_loss(scaled_loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, Any]:

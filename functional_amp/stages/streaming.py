@@ -21,7 +21,7 @@ from functional_amp.registry import new, with_fields
 from functional_amp.stages.accumulate import accumulate, add
 from functional_amp.stages.addition import added
 from functional_amp.stages.backward import ScaledLoss, scale_backward
-from functional_amp.stages.differentiate import Backend, check_reached, record_loss, recording
+from functional_amp.stages.differentiate import Backend, check_reached, record_loss, recording, without_history
 from functional_amp.tree import PyTree, check_leaf, check_structure, flatten, paths, same_leaves
 from functional_amp.values.grads import Loss, ScaledGrads, as_loss, is_one, weight_tensor
 from functional_amp.values.scaler import Scaler
@@ -54,16 +54,17 @@ def windowed(loss_fn: Callable[..., Tensor | Loss]) -> Callable[[PyTree, Any, Py
                 f"state has some. Write loss_fn(params, micro_batch, buffers, {third}=...)."
             )
         before = [] if buffers is None else flatten(buffers).leaves
-        with unwritten((params, buffers), unseen) as (params, given), moves() as moved:
+        with unwritten((params, buffers), unseen) as handed, moves() as moved:
+            params, given = handed.tree
             returned = loss_fn(params, micro_batch) if buffers is None else loss_fn(params, micro_batch, given)
         loss = as_loss(returned)
-        if buffers is not None and loss.buffers is None and same_leaves(flatten(given).leaves, before):
+        kept = handed.back(given if loss.buffers is None else loss.buffers)
+        if buffers is not None and loss.buffers is None and same_leaves(flatten(kept).leaves, before):
             refuse_moves(moved)
         if buffers is None and loss.buffers is not None:
             raise ValueError(
                 "loss_fn: found buffers in the Loss, but the state has none. Pass init_state(..., buffers=buffers)."
             )
-        kept = given if loss.buffers is None else loss.buffers
         out = HandedOut(loss.aux, kept, loss.reduction, not is_one(loss.weight))
         return with_fields(loss, aux=out, buffers=None)
 
@@ -118,7 +119,7 @@ def _streamed(
     leaves = lease.recording(scaled_loss.leaves, recording)
     scaled, (value, tensors) = record_loss(scaled_loss, leaves)
     scaled_loss.check_unwritten()
-    loss_weight, aux = scaled_loss.weight_and_aux([tensor.detach() for tensor in tensors])
+    loss_weight, aux = scaled_loss.weight_and_aux(without_history(tensors))
     sums: list[Tensor | None] = (
         [None] * len(leaves) if total is None else scaled_loss.select(flatten(total.tree).leaves)
     )
