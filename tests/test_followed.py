@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import queue
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,7 @@ LINES = [
     Line("parameters and modules as attributes of other objects", FOLLOWED, "", cases.InAnObject),
     Line("modules in tuples", FOLLOWED, "", cases.InATuple),
     Line("bound methods as attributes", FOLLOWED, "", cases.ScalarMethod, torch.tensor(1.0)),
+    Line("methods of containers, which look something up", FOLLOWED, "shared with the module", lambda: HELD({}.get)),
     Line("`functools.partial` over the module", FOLLOWED, "", cases.ScalarPartial, torch.tensor(1.0)),
     Line("recurrent layers", FOLLOWED, "", cases.Recurrent),
     Line("recurrent layers with computed weights", FOLLOWED, "", lambda: _pruned_gru()),
@@ -63,8 +65,10 @@ LINES = [
     Line("hooks that close over the module", AT_ONCE, "a partial over a list of layers", cases.forward_hook),
     Line("default arguments that are the module", AT_ONCE, "a partial", cases.default_argument),
     Line("weak references and weak proxies to it", AT_ONCE, "hold it in a list", cases.weak_reference),
+    Line("buffers that were computed from parameters", AT_ONCE, "register its `.detach()`", lambda: _computed()),
     Line("gradient hooks on parameters", AT_ONCE, "the rule in the loss function", lambda: _hooked()),
     Line("two parameters over one memory", AT_ONCE, "one parameter at both names", _TWO),
+    Line("queues and context variables", AT_ONCE, "a list and a buffer", lambda: HELD(queue.SimpleQueue())),
     Line("iterators, Python's generators, `torch.Generator`", AT_ONCE, "a list and a buffer", lambda: HELD(iter([1]))),
     Line("generators of `random` and of numpy", AT_ONCE, "torch's own generator", lambda: HELD(random.Random(0))),
     Line("arrays over the memory of a parameter", AT_ONCE, "make them in the forward", lambda: _array()),
@@ -175,6 +179,12 @@ def _hooked() -> nn.Module:
     return module
 
 
+def _computed() -> nn.Module:
+    module = cases.Net()
+    module.register_buffer("b", module.l.weight + 1)
+    return module
+
+
 def _compiled() -> Any:
     return torch.compile(cases.Net(), backend="eager")
 
@@ -249,8 +259,8 @@ refused by an error that names the place and a way out. It is never silently dif
 - `from_module` looks at everything that the module reaches through attributes, lists, dicts, closures and weak
   references. It works on a copy; the module itself is never changed.
 - The first call of a function, of each of its methods, and of each of its modes is a *rehearsal*: the forward runs once
-  or twice more on copies of the parameters, buffers and arguments. What it leaves behind is found by comparison.
-  Random numbers are put back.
+  more on copies of the parameters, buffers and arguments, and some times more if it keeps something. What it leaves
+  behind is found by comparison. Random numbers are put back. A function among the arguments is called each time too.
 - Later calls compare version counters and attributes. A difference is an error, and attributes are put back.
 - In a graph that is traced before the first call outside of it, the compiler's own record of what was changed is
   looked at. It can't tell what is written before it is read: call the function once before you compile it. Parameters
@@ -269,6 +279,8 @@ Further rules:
   done: inside `scale_backward` and the step for every call, elsewhere as long as the graph of the output lives.
 - A checkpointed part that assigns a buffer anew (`self.n = self.n + 1`) does so again in the backward: refused where
   `scale_backward` or a step takes the derivative. Write in place, which counts twice, as in torch.
+- A buffer that the forward leaves with a history, and that a later output depends on, passes gradients on to the calls
+  of one loss. Handed out of the loss it is an error: write `.detach()`. In a graph this is not noticed.
 - What a backward keeps (an attribute that a hook sets, a buffer that the caller does not get) is an error of the step.
   In a loop of your own it is one of a later call.
 - In the forward parameters are `nn.Parameter` to `isinstance`, not to `type()`. Setting their `requires_grad` is
@@ -295,6 +307,8 @@ Further rules:
 - Where a forward or a loss leaves its graph (`fullgraph=False`), its writes in place are not seen.
 - What a forward writes before it reads it is kept for no other call: a call in another mode, of another method or in
   another branch that reads it first is an error. An object that the module shares with a function is put back instead.
+  Whether it is there or is None (`hasattr`, `is None`, `isinstance`) must make no difference: the first call compares.
+  In a branch that the first call did not take, this is not noticed.
 - `scratch=` is a promise: what these attributes hold after a call is dropped, and no later call reads it. A name that
   no attribute has does nothing.
 - Random numbers for a tensor whose memory is not contiguous (dropout after a transpose, say) are drawn in another

@@ -424,7 +424,7 @@ def test_buffers_that_depend_on_the_parameters_keep_no_graph_alive(backend: Any)
 
     def loss_fn(params: Any, x: Tensor, buffers: Any) -> fa.Loss:
         out, buffers = apply.with_buffers(params, buffers, x)
-        return fa.Loss(out.square().mean(), buffers=buffers)
+        return fa.Loss(out.square().mean(), buffers={name: b.detach() for name, b in buffers.items()})
 
     optimizer = fa.sgd(0.1)
     step = fa.make_step(loss_fn, optimizer, backend=backend)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections.abc
+import contextvars
 import copy
+import queue
 import random
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Iterator, Mapping
@@ -23,6 +26,8 @@ _TORCHS_OWN = {
 }
 """What classes of torch make anew in a copy, by class."""
 _COPYING = {"__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"}
+_HIDDEN = (torch.Generator, random.Random, queue.SimpleQueue, contextvars.ContextVar)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _NUMPYS = {"Generator", "RandomState", "BitGenerator"}
 
 
@@ -30,16 +35,21 @@ def shared(module: nn.Module) -> dict[int, Any]:
     """What all copies share, by id, as the memo of deepcopy.
 
     These are locks and script functions, which deepcopy refuses and which have no attributes of their own; and what
-    functions and weak references lead to, which deepcopy does not enter: what a module shares with a hook of its own
-    stays one object.
+    functions, methods of compiled code and weak references lead to, which deepcopy does not enter: what a module
+    shares with a hook of its own stays one object. What else of Python's own has no attributes is refused by
+    deepcopy: a queue or a context variable would count in each copy.
     """
     found: dict[int, Any] = {}
     leading: list[Any] = []
     for _, obj in walk(module):
-        if isinstance(obj, (types.FunctionType, weakref.ref)):
+        if isinstance(obj, (types.FunctionType, types.BuiltinMethodType, weakref.ref)):
             leading.append(obj)
-        elif isinstance(obj, torch.jit.ScriptFunction) or (
-            is_object(obj) and not isinstance(obj, nn.Module) and not attributes(obj) and not can_be_copied(obj, {})
+        elif isinstance(obj, (torch.jit.ScriptFunction, *_LOCKS)) or (
+            is_object(obj)
+            and not isinstance(obj, nn.Module)
+            and type(obj).__module__ not in sys.stdlib_module_names
+            and not attributes(obj)
+            and not can_be_copied(obj, {})
         ):
             found[id(obj)] = obj
     reached = [obj for _, obj in walk(leading, lambda obj: isinstance(obj, nn.Module)) if obj is not leading]
@@ -186,7 +196,7 @@ def _is_copy(ours: Any, theirs: Any, copies: Mapping[int, Any]) -> bool:
 
 
 def _moves_on(obj: Any) -> bool:
-    """True for iterators and generators, those of random numbers included."""
+    """True for iterators, generators, those of random numbers included, and what keeps values out of sight."""
     of_numpy = [kind.__name__ for kind in type(obj).__mro__ if kind.__module__.startswith("numpy.random")]
-    random_numbers = isinstance(obj, (torch.Generator, random.Random)) or not _NUMPYS.isdisjoint(of_numpy)
-    return random_numbers or (isinstance(obj, collections.abc.Iterator) and not isinstance(obj, nn.Module))
+    hidden = isinstance(obj, _HIDDEN) or not _NUMPYS.isdisjoint(of_numpy)
+    return hidden or (isinstance(obj, collections.abc.Iterator) and not isinstance(obj, nn.Module))

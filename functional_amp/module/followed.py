@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 import weakref
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ from functional_amp.module.copies import (
 )
 from functional_amp.module.reach import Slots, absent, walk
 from functional_amp.module.templates import Tensors, registered
+from functional_amp.module.watched import is_buffer
 
 _KINDS = {
     "DataParallel": "Pass its .module; each process or device then has a step of its own",
@@ -61,6 +63,8 @@ def own_copy(module: nn.Module) -> nn.Module:
     for path, obj in walk(module):
         if type(obj) in weakref.ProxyTypes:
             raise TypeError(f"module: found a weak proxy at {path!r}, {_LINKS}")
+        if isinstance(obj, types.BuiltinMethodType) and (isinstance(obj.__self__, Tensor) or is_buffer(obj.__self__)):
+            raise TypeError(f"module: found a method of a {type(obj.__self__).__name__} at {path!r}, {_LINKS}")
         if id(obj) in memo:
             continue
         span = memory(obj)
@@ -80,8 +84,8 @@ def own_copy(module: nn.Module) -> nn.Module:
     except Exception as error:
         raise TypeError(
             f"module: found {_unfollowed(module, memo)!r}, of which copy.deepcopy gives {type(error).__name__} "
-            f"({error}), expected attributes that can be copied. Give its class a __deepcopy__, or make it in the "
-            "forward."
+            f"({error}), expected attributes that can be copied. Give its class a __deepcopy__, make it in the "
+            "forward, or hold a list in its place."
         ) from error
     detach_recurrent(copied)
     _refuse_links(copied, {id(layer): "the module itself" for layer in module.modules()} | places)
@@ -132,6 +136,11 @@ def check_tensor(place: str, tensor: Tensor) -> None:
         raise TypeError(
             f"module: found a {type(tensor).__name__} at {place!r}, expected an nn.Parameter, or a class of tensors "
             "that detach() keeps: each call lays other tensors in. Make it an nn.Parameter; its layer may hold more."
+        )
+    if not tensor.is_leaf:
+        raise TypeError(
+            f"module: found a history behind {place!r}: it was computed from what requires grad, expected numbers "
+            "alone: a gradient would stop at it. Register its .detach(), or compute it in the forward."
         )
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise TypeError(

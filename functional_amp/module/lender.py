@@ -1,36 +1,26 @@
-"""Lending templates to calls; and the rehearsal, in which a module shows what it does beside giving an output."""
+"""Lending templates to calls."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from functional_amp.engine.carried import note_carried
 from functional_amp.engine.moved import note_moves
-from functional_amp.engine.random import all_generators_kept
 from functional_amp.engine.unwritten import versions_of
 from functional_amp.module.copies import lists_of_weights, shared
 from functional_amp.module.loan import Loan
 from functional_amp.module.modes import Known, in_mode
 from functional_amp.module.reach import Absent, Unread, absent, walk
-from functional_amp.module.rehearsal import (
-    Watch,
-    copied,
-    own_leaf,
-    refuse_changes,
-    refuse_gone,
-    refuse_marks,
-    refuse_writes,
-    same_bits,
-    unseen_by_checkpoints,
-    written_to,
-)
-from functional_amp.module.templates import Change, Template, Tensors, registered, slots
-from functional_amp.module.watched import holders, seal
+from functional_amp.module.rehearsal import refuse_changes, refuse_gone, refuse_writes, written_to
+from functional_amp.module.templates import Template, Tensors, registered, slots
+from functional_amp.module.trials import Call, Rehearsal
+from functional_amp.module.watched import hold, holders
 from functional_amp.torch_private import is_fake, norm_layers
 
 _TAKEN_OUT = (
@@ -61,6 +51,8 @@ class Lender:
     def __init__(self, master: nn.Module, known: Known):
         self.master, self.known = master, known
         self.written: set[str] = set()
+        self._unseen: set[str] = set()
+        self._read: dict[tuple[str, frozenset[str]], bool] = {}
         self.traced: tuple[Any, dict[str, int], dict[str, int], set[Any]] = None, {}, {}, set()
         self.names: dict[int, str] = {}
         self._rehearsed: set[tuple[str, bool]] = set()
@@ -74,7 +66,7 @@ class Lender:
         self.parameters = {self.names[id(p)] for p in master.parameters()}
         # What stands for a stale value can't be read: a forward that passes has written it first.
         self._anew = {path for path, obj in walk(master) if isinstance(obj, Absent)} | lists_of_weights(master)
-        self.constants = {
+        self.constants: Tensors = {
             path: obj
             for path, obj in walk(master)
             if isinstance(obj, Tensor) and not isinstance(obj, Absent) and id(obj) not in self.names
@@ -136,7 +128,7 @@ class Lender:
         if self._late:
             raise self._late.pop()
         if (method, torch.is_grad_enabled()) not in self._rehearsed:
-            self._rehearse({**params, **buffers}, params, method, args, kwargs)
+            self._rehearse(Call({**params, **buffers}, params, method, args, kwargs))
         if len(self.known.kept) != self._sealed:
             self._seal()
         fixed = frozen - self.written if self.written else frozen
@@ -179,7 +171,10 @@ class Lender:
             late=self._late.append,
         ).begin(output)
         if returned:
-            note_moves(written)
+            note_moves(written | self._unseen)
+            if left := [name for name in written if after[name].requires_grad]:
+                if self._reads(left, Call({**params, **buffers}, params, method, args, kwargs)):
+                    note_carried(after[name] for name in left)
         return output, {name: after[name] for name in buffers}, written
 
     def state_dict(self, tensors: Tensors) -> dict[str, Any]:
@@ -210,7 +205,8 @@ class Lender:
     def _seal(self) -> None:
         """Lets no call read what an earlier one has kept; but for objects that all copies share with the original."""
         objects = [(path, obj) for path, obj in walk(self.master) if self._memo.get(id(obj)) is not obj]
-        seal((entry for path, obj in objects for entry in holders(path, obj)), self.known.kept, Unread)
+        entries = (entry for path, obj in objects for entry in holders(path, obj))
+        hold(entries, {name: Unread(name) for name in self.known.kept})
         self._sealed, self._free = len(self.known.kept), []
         self.scratch = self._places_of_scratch()
 
@@ -226,64 +222,20 @@ class Lender:
                 found.append((layers[path], key, before, key in vars(layers[path])))
         return found
 
-    # The rehearsal
+    def _rehearsal(self) -> Rehearsal:
+        return Rehearsal(self.constants, self._make, self.alive, self.is_scratch, self.known)
 
-    def _rehearse(self, tensors: Tensors, trainable: Collection[str], method: str, args: Any, kwargs: Any) -> None:
-        """Runs the forward on copies of everything, and refuses what it leaves behind."""
-        with all_generators_kept():
-            changes = self._trial(tensors, trainable, method, args, kwargs)
-            asked = [change for change in changes if not self.is_scratch(change.name)]
-            refuse_changes([change.name for change in asked if not change.namespace])
-            unread = {change.name for change in asked}
-            if unread and not self._writes_first(unread, tensors, trainable, method, args, kwargs):
-                refuse_changes(unread)
-            self.known.kept.update(unread)
-        if not any(is_fake(tensor) or tensor.is_meta for tensor in tensors.values()):  # which have no values to compare
-            self._rehearsed.add((method, torch.is_grad_enabled()))
+    def _reads(self, left: list[str], call: Call) -> bool:
+        """True if a forward computes its output, differentiably, from buffers that it leaves with a history."""
+        key = call.method, frozenset(left)
+        if key not in self._read:
+            self._read[key] = self._rehearsal().reads(left, call)
+        return self._read[key]
 
-    def _writes_first(self, unread: set[str], *call: Any) -> bool:
-        """True if the forward runs where the attributes can't be read, and writes every one of them."""
-        try:
-            changes = self._trial(*call, unread=unread)
-        except Exception:  # it ran without: what it raises now comes of reading
-            return False
-        written = {change.name for change in changes if not isinstance(change.now, Absent)}
-        others = [change for change in changes if change.name not in unread and not self.is_scratch(change.name)]
-        return unread <= written and not others
-
-    def _trial(
-        self,
-        tensors: Tensors,
-        trainable: Collection[str],
-        method: str,
-        args: Any,
-        kwargs: Any,
-        *,
-        unread: Collection[str] = (),
-    ) -> list[Change]:
-        constants = {path: constant.clone() for path, constant in self.constants.items()}
-        template = self._make({id(old): constants[path] for path, old in self.constants.items()})
-        args, kwargs = copied((args, kwargs))
-        copies = {name: own_leaf(tensor) for name, tensor in tensors.items()}
-        both = {**copies, **constants}
-        versions = versions_of(both.values())
-        template.seal(unread)
-        template.place(copies)
-        try:
-            with Watch(self.alive(), copies, trainable) as watch, unseen_by_checkpoints():
-                template.run(method, args, kwargs)
-            after = template.take_out()
-            changes = template.changes()
-        finally:
-            template.take_out()
-            template.put_back()  # closures are shared with the original
-        refuse_marks(copies)
-        written = written_to(both, {**constants, **after}, versions)
-        refuse_gone(written.difference(constants), after)
-        written |= {name for name, old in {**tensors, **self.constants}.items() if not same_bits(both[name], old)}
-        written |= watch.written
-        refuse_writes(written.intersection(trainable))
-        refuse_changes(written.intersection(constants))
-        self.written |= written
-        self.known.moved.update(written)
-        return changes
+    def _rehearse(self, call: Call) -> None:
+        rehearsal = self._rehearsal()
+        rehearsal.run(call)
+        self.written |= rehearsal.written
+        self._unseen |= rehearsal.unseen
+        if not any(is_fake(tensor) or tensor.is_meta for tensor in call.tensors.values()):  # which have no values
+            self._rehearsed.add((call.method, torch.is_grad_enabled()))

@@ -18,15 +18,17 @@ from functional_amp.torch_private import below_dispatch_modes, below_subclasses
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, range, type, slice, property, type(Ellipsis)),
-    *(types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GenericAlias, pathlib.PurePath),
+    *(types.ModuleType, types.CodeType, types.GenericAlias, pathlib.PurePath),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 CONTAINERS = (dict, list, set, collections.deque, types.CellType)
-_FOLLOWED = (*CONTAINERS, tuple, frozenset, types.FunctionType, types.MethodType, functools.partial, weakref.ref)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinMethodType, functools.partial)
+_FOLLOWED = (*CONTAINERS, tuple, frozenset, *_FUNCTIONS, weakref.ref)
 # What a tensor without numbers answers truly. Its device is not among it: it has none.
 KNOWN = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout")}
 KNOWN |= {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__hash__}
 KNOWN |= {Tensor.__repr__, Tensor.__len__}
+_OF_ALL = {Tensor.__hash__, Tensor.__repr__}
 
 KEPT = (
     "before it is written, expected the forward to write it first: it holds something of an earlier call, in another "
@@ -42,7 +44,7 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in KNOWN:
+        if func in (_OF_ALL if any(isinstance(a, Absent) and a.why == KEPT for a in args) else KNOWN):
             with below_subclasses():
                 return func(*args, **(kwargs or {}))
         for _, found in walk((args, kwargs)):
@@ -54,7 +56,9 @@ class Absent(Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return absent, (self.place, self.why, torch.Size(self.shape), self.dtype, isinstance(self, nn.Parameter))
+        with below_subclasses():
+            shape, dtype = torch.Size(self.shape), self.dtype
+        return absent, (self.place, self.why, shape, dtype, isinstance(self, nn.Parameter))
 
 
 def absent(place: str, why: str, shape: Any = (), dtype: Any = torch.float32, parameter: bool = False) -> Absent:
@@ -82,6 +86,11 @@ class Unread:
     def __hash__(self) -> int:
         return hash(bool(self))
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and the compiler ask of every object
+            raise AttributeError(name)
+        return bool(self)
+
     def __deepcopy__(self, memo: Any) -> Unread:
         return self
 
@@ -98,7 +107,7 @@ def walk(root: Any, stop: Callable[[Any], bool] = lambda obj: False) -> Iterator
         if obj is not root and stop(obj):
             continue
         for step, child in children(obj):
-            if not isinstance(child, _ATOMS) and id(child) not in seen and not _is_torchs(child):
+            if not is_atom(child) and id(child) not in seen and not _is_torchs(child):
                 seen[id(child)] = child
                 todo.append((path + step, child))
 
@@ -114,6 +123,8 @@ def children(obj: Any) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     if isinstance(obj, types.MethodType):
         return [(".__self__", obj.__self__), (".__func__", obj.__func__)]
+    if isinstance(obj, types.BuiltinMethodType):
+        return [(".__self__", obj.__self__)]
     if isinstance(obj, types.CellType):
         return [("", value) for value in contents(obj)]
     if isinstance(obj, weakref.ref):
@@ -182,8 +193,8 @@ def contents(container: Any) -> tuple[Any, ...]:
 
 
 def is_atom(obj: Any) -> bool:
-    """True for what never changes and leads nowhere: a number, a string, a class."""
-    return isinstance(obj, _ATOMS)
+    """True for what never changes and leads nowhere: a number, a string, a class, a function of compiled code."""
+    return isinstance(obj, _ATOMS) or (isinstance(obj, types.BuiltinMethodType) and isinstance(obj.__self__, _ATOMS))
 
 
 def is_object(obj: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from functional_amp.module.copies import detach_recurrent
 from functional_amp.module.reach import KEPT, Absent, Unread, absent, attributes, walk
-from functional_amp.module.watched import EVERY_CALL, Change, holders, is_buffer, opaque, seal
+from functional_amp.module.watched import EVERY_CALL, Change, hold, holders, is_buffer, opaque
 from functional_amp.torch_private import hooks_made
 
 Tensors = dict[str, Tensor]
@@ -54,7 +54,7 @@ class Template:
         for entry in [entry for path, obj in objects for entry in holders(path, obj)]:
             for key, value in list(entry.container.items()) if entry.namespace else ():
                 if type(value) is Unread:
-                    entry.container[key] = _unread(value.place)
+                    entry.container[key] = unread(value.place)
         self._watched = [entry for path, obj in objects for entry in holders(path, obj)]
         self._bytes = [entry for path, obj in objects if (entry := opaque(path, obj))]
         self._small = [entry for entry in self._bytes if len(entry.before) <= EVERY_CALL and is_buffer(entry.obj)]
@@ -161,9 +161,9 @@ class Template:
             if entry.changed():
                 entry.put_back()
 
-    def seal(self, names: Collection[str]) -> None:
-        """Makes attributes unreadable."""
-        seal(self._watched, names, _unread)
+    def hold(self, values: Mapping[str, Any]) -> None:
+        """Puts other values at the places of attributes, until they are put back."""
+        hold(self._watched, values)
 
     def run(self, method: str, args: Any, kwargs: Any) -> Any:
         """Calls the module, or one of its methods."""
@@ -175,7 +175,8 @@ class Template:
             raise
 
 
-def _unread(place: str) -> Absent:
+def unread(place: str) -> Absent:
+    """Stands for what an attribute holds that no call may read."""
     return absent(place, KEPT)
 
 

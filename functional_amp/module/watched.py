@@ -6,7 +6,7 @@ import copy
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -88,15 +88,20 @@ def holders(path: str, obj: Any) -> list[Watched]:
     return [Watched(path, held, namespace, contents(held), _before(held)) for held, namespace in containers]
 
 
-def seal(entries: Iterable[Watched], names: Collection[str], make: Callable[[str], Any]) -> None:
-    """Puts what can't be read at the places of attributes, those that do not exist yet included."""
+def hold(entries: Iterable[Watched], values: Mapping[str, Any]) -> None:
+    """Puts values at the places of attributes, those that do not exist yet included."""
+    places = {name.rpartition(".")[0] for name in values}
     for entry in entries:
-        if not entry.namespace:
+        if not entry.namespace or entry.path not in places:
             continue
-        keys = {name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == entry.path}
-        for key in keys:
-            if not isinstance(entry.container, Slots) or key in entry.container.names:
-                entry.container[key] = make(f"{entry.path}.{key}".removeprefix("."))
+        for name, value in values.items():
+            prefix, _, key = name.rpartition(".")
+            if prefix != entry.path or (isinstance(entry.container, Slots) and key not in entry.container.names):
+                continue
+            if value is not _MISSING:
+                entry.container[key] = value
+            elif key in entry.container:
+                del entry.container[key]
 
 
 def opaque(path: str, obj: Any) -> Bytes | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable, like
+from functional_amp.engine.carried import refuse_carried
 from functional_amp.engine.frozen import call
 from functional_amp.engine.loans import lending
 from functional_amp.engine.random import random_state
@@ -220,6 +221,7 @@ class ScaledLoss:
         # torch.func hands out tensors alone: the structure and the other leaves go by the object.
         handed_out = (loss.weight, loss.aux, loss.buffers)
         out = flatten(handed_out)
+        refuse_carried(out.leaves, lambda index: _named(paths(handed_out)[index]))
         found, specs = opened(out.leaves, lambda index: f"loss_fn: {_named(paths(handed_out)[index])}")
         is_tensor = [isinstance(leaf, Tensor) for leaf in found]
         self._structure[:] = [
