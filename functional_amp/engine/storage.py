@@ -148,8 +148,8 @@ def is_sole_owner(tensor: Tensor) -> bool:
 def copied(leaf: Tensor) -> Tensor:
     """A dense copy without history."""
     # In a graph sizes may be symbols, which can't be sorted; a clone is dense there too.
-    overlaps = not in_graph() and _overlaps(leaf)
-    return leaf.detach().clone(memory_format=torch.contiguous_format if overlaps else torch.preserve_format)
+    overlapping = not in_graph() and overlaps(leaf)
+    return leaf.detach().clone(memory_format=torch.contiguous_format if overlapping else torch.preserve_format)
 
 
 def cloned(tree: PyTree) -> PyTree:
@@ -181,7 +181,7 @@ def unshared(tree: PyTree, *others: PyTree) -> PyTree:
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # the stages refuse it by its path
             return leaf
         storage = storage_key(leaf)
-        if storage in seen or _overlaps(leaf):
+        if storage in seen or overlaps(leaf):
             return copied(leaf)
         seen.add(storage)
         return leaf.detach() if leaf.requires_grad else leaf
@@ -198,7 +198,7 @@ def is_disjoint(tree: PyTree) -> bool:
     return all([start + size <= after for (start, size), (after, _) in pairwise(places) if start])
 
 
-def _overlaps(leaf: Tensor) -> bool:
+def overlaps(leaf: Tensor) -> bool:
     """Whether elements of a leaf may lie on the same bytes (expanded, unfolded): such a leaf can not be written to."""
     reach = 0
     for stride, size in sorted([(abs(s), n) for n, s in zip(leaf.shape, leaf.stride(), strict=True) if n > 1]):

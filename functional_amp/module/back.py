@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_amp.module.followed import check_module
+from functional_amp.engine.sharded import local
+from functional_amp.engine.storage import overlaps
+from functional_amp.module.followed import check_memory, check_module
 from functional_amp.module.templates import Tensors, registered
-from functional_amp.torch_private import norm_layers
+from functional_amp.torch_private import norm_layers, storage_key
 
 
 def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None) -> None:
@@ -22,8 +24,8 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
         buffers: the buffers by name, or None to leave the module's as they are, where none are running statistics.
 
     Raises:
-        TypeError, ValueError: if names, shapes or kinds of number do not fit, or running statistics are left out;
-            nothing has been written then.
+        TypeError, ValueError: if names, shapes or kinds of number (bool, int, float, complex) do not fit, torch can not
+            copy a value, or running statistics are left out; nothing has been written then.
 
     >>> import torch
     >>> module = torch.nn.Linear(1, 1)
@@ -46,19 +48,50 @@ def to_module(module: nn.Module, params: Tensors, buffers: Tensors | None = None
         check_names(buffers, set(tensors) - trainable, "buffers")
     values = {**params, **(buffers or {})}
     for name, value in values.items():
-        if value.shape != tensors[name].shape:
-            raise ValueError(
-                f"to_module: found shape {tuple(value.shape)} at {name!r}, expected {tuple(tensors[name].shape)}. "
-                "Pass the values of a module built with the same sizes."
-            )
-        if value.layout != torch.strided or value.is_meta or (value.is_complex() and not tensors[name].is_complex()):
-            raise TypeError(
-                f"to_module: found a {value.dtype} tensor ({value.layout}, {value.device}) at {name!r}, expected one "
-                f"to copy into {tensors[name].dtype}. Pass dense values of the same kind of number."
-            )
-    with torch.no_grad():
+        _check_target(name, tensors[name])
+        _check_value(name, value, tensors[name])
+    check_memory(tensors)
+    taken = {storage_key(local(tensor)) for tensor in tensors.values()}
+    with torch.no_grad():  # what lies in the memory of the module is read before any of it is written
+        values = {name: v.clone() if storage_key(local(v)) in taken else v for name, v in values.items()}
         for name, value in values.items():
             tensors[name].copy_(value)
+
+
+def _check_target(name: str, tensor: Tensor) -> None:
+    """Raises TypeError for a tensor of the module that can not hold any values."""
+    found = remedy = None
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        found, remedy = "no shape yet", "Run the module on one batch first"
+    elif tensor.is_meta:
+        found, remedy = "a meta tensor", "Give the module memory: module.to_empty(device=...)"
+    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+        found, remedy = "an inference tensor", "Call to_module inside torch.inference_mode()"
+    elif tensor.layout == torch.strided and overlaps(local(tensor)):
+        found = "several elements on the same bytes"
+        remedy = "Give the module a copy: tensor.detach().clone(memory_format=torch.contiguous_format)"
+    if found:
+        raise TypeError(f"to_module: found {found} at {name!r} of the module, expected one to copy into. {remedy}.")
+
+
+def _check_value(name: str, value: Tensor, tensor: Tensor) -> None:
+    """Raises TypeError or ValueError for a value that does not fit a tensor of the module."""
+    if value.shape != tensor.shape:
+        raise ValueError(
+            f"to_module: found shape {tuple(value.shape)} at {name!r}, expected {tuple(tensor.shape)}. "
+            "Pass the values of a module built with the same sizes."
+        )
+    error = ""
+    if value.layout == torch.strided and not value.is_meta and torch.can_cast(value.dtype, tensor.dtype):
+        try:
+            tensor.detach().clone().copy_(value.detach())
+            return
+        except (RuntimeError, TypeError, NotImplementedError) as refused:  # before anything is written
+            error = f" ({refused})"
+    raise TypeError(
+        f"to_module: found a {value.dtype} tensor ({value.layout}, {value.device}) at {name!r}, expected one to copy "
+        f"into {tensor.dtype}. Pass dense values of the same kind of number.{error}"
+    )
 
 
 def _check_no_statistics(module: nn.Module) -> None:
