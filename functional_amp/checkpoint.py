@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable
-from functional_amp.engine.sharded import distributed_as
+from functional_amp.engine.sharded import distributed_as, local
 from functional_amp.names import encoded, kind, named, same, shown, walk
 from functional_amp.optim import AdamState, EmaState, SGDState, TorchState
 from functional_amp.registry import with_fields
@@ -74,7 +74,7 @@ def state_dict(state: TrainState, **extra: Tensor | float | str) -> dict[str, Te
                 "Remedy: wrap a number in torch.tensor(...), call .to_dense() on a sparse leaf."
             )
         copy = leaf.detach().clone().resolve_conj().resolve_neg()
-        if (order := _order(copy)) != [*range(copy.dim())]:
+        if (order := _order(local(copy))) != [*range(copy.dim())]:
             flat[f"dim_order/{name}"] = torch.tensor(order)
         flat[name] = copy.contiguous()
     flat.update(static)
