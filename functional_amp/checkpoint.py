@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from functional_amp.dtypes import accumulation_dtype, is_differentiable
-from functional_amp.engine.sharded import distributed_as
+from functional_amp.engine.sharded import distributed_as, local
 from functional_amp.names import encoded, kind, named, same, shown, walk
 from functional_amp.optim import AdamState, EmaState, SGDState, TorchState
 from functional_amp.registry import with_fields
@@ -74,8 +74,8 @@ def state_dict(state: TrainState, **extra: Tensor | float | str) -> dict[str, Te
                 "Remedy: wrap a number in torch.tensor(...), call .to_dense() on a sparse leaf."
             )
         copy = leaf.detach().clone().resolve_conj().resolve_neg()
-        if not copy.is_contiguous():
-            flat[f"dim_order/{name}"] = torch.tensor(copy.dim_order())
+        if (order := _order(local(copy))) != [*range(copy.dim())]:
+            flat[f"dim_order/{name}"] = torch.tensor(order)
         flat[name] = copy.contiguous()
     flat.update(static)
     flat.update({f"extra/{name}": encoded(value, f"extra/{name}").clone() for name, value in extra.items()})
@@ -208,6 +208,15 @@ def _leaf_differences(name: str, leaf: Any, flat: Mapping[str, Tensor]) -> Itera
         yield f"dim_order/{name}: found {shown(order)}, expected an order of {leaf.dim()} dimensions"
 
 
+def _order(leaf: Tensor) -> list[int]:
+    """The dimensions of a dense leaf from the outermost to the innermost.
+
+    Those of size 1 count: their strides make a convolution channels last, and so choose its kernel. Of two equal
+    strides the inner one is that of such a dimension.
+    """
+    return sorted(range(leaf.dim()), key=lambda dim: (-leaf.stride(dim), leaf.shape[dim] <= 1))
+
+
 def _is_order(order: Any, dims: int) -> bool:
     return (
         isinstance(order, Tensor)
@@ -221,7 +230,8 @@ def _laid_out(name: str, leaf: Tensor, flat: Mapping[str, Tensor]) -> Tensor:
     found, order = flat[name].detach(), flat.get(f"dim_order/{name}")
     if order is not None:
         dims = order.tolist()
-        memory = found.permute(dims).contiguous()
+        # a clone: to contiguous() the strides of dimensions of size 1 are as good as any
+        memory = found.permute(dims).clone(memory_format=torch.contiguous_format)
         found = memory.permute([dims.index(dim) for dim in range(len(dims))])
     return distributed_as(found.to(leaf.device, copy=True), leaf)
 

@@ -6,6 +6,7 @@ these loops take one. What is not a plain dict, list or tuple is opened by optre
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -49,11 +50,13 @@ def flatten_traced(tree: Any) -> tuple[list[Any], TracedSpec]:
 def _node(node: Any, leaves: list[Any], rest: list[Any]) -> Any:
     kind = type(node)
     metadata = None
-    if kind is dict:
+    if kind is dict or kind is defaultdict:
         # dynamo itself sorts strings; what else stands for a key is sorted by optree, which takes longer.
         plain = all([type(key) is str for key in node])
         entries = tuple(sorted(node)) if plain else optree.tree_flatten_one_level(node, none_is_leaf=True)[2]
         values = [node[key] for key in entries]
+        if kind is defaultdict:
+            metadata = node.default_factory
         rest.append(tuple(node))
     elif kind is list or kind is tuple:
         entries, values = tuple(range(len(node))), list(node)
@@ -80,9 +83,15 @@ def _built(node: Any, leaves: Iterator[Any], rest: Iterator[Any]) -> Any:
     kind, entries, metadata, children = node
     own = next(rest)
     values = [next(leaves) if child is None else _built(child, leaves, rest) for child in children]
-    if kind is dict:
+    if kind is dict or kind is defaultdict:
         named = dict(zip(entries, values, strict=True))
-        return named if own == entries else {key: named[key] for key in own}
+        named = named if own == entries else {key: named[key] for key in own}
+        return named if kind is dict else defaultdict(metadata, named)
+    if kind is deque:
+        raise TypeError(
+            "found a deque in a compiled step, expected a list or a tuple: the compiler loses the maxlen of a deque. "
+            "Pass list(...) of it."
+        )
     if kind is list:
         return values
     if kind is tuple:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ R = TypeVar("R")
 
 Backend: TypeAlias = Literal["auto", "func", "autograd"]
 
-_by_engine: WeakSet[Any] = WeakSet()
+_by_engine: set[ref[Any]] = set()
 """The loss functions that torch.func has been found unable to differentiate."""
-_draws_torchs_alone: WeakSet[Any] = WeakSet()
+_draws_torchs_alone: set[ref[Any]] = set()
 """Those that drew nothing from Python's and numpy's generators when torch.func differentiated them first."""
 
 
@@ -109,16 +109,18 @@ def known_limit(loss_fn: Any) -> bool:
     return _known(_by_engine, loss_fn) and mode() != "transform"
 
 
-def _known(noted: WeakSet[Any], loss_fn: Any) -> bool:
+def _known(noted: set[ref[Any]], loss_fn: Any) -> bool:
     try:
-        return _given(loss_fn) in noted
-    except TypeError:  # a callable that can not be hashed is tried each time
+        return ref(_given(loss_fn)) in noted
+    except TypeError:  # a callable that can not be hashed, or held weakly, is tried each time
         return False
 
 
-def _note(noted: WeakSet[Any], loss_fn: Any) -> None:
+def _note(noted: set[ref[Any]], loss_fn: Any) -> None:
+    """Adds a loss function, and takes out those that are gone: no others do, as a compiler may be reading the set."""
     try:
-        noted.add(_given(loss_fn))
+        noted.add(ref(_given(loss_fn)))
+        noted -= {other for other in noted if other() is None}
     except TypeError:
         pass
 
