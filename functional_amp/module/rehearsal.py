@@ -190,14 +190,6 @@ def refuse_gone(written: Iterable[str], after: Mapping[str, Any]) -> None:
         )
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True for equal values, NaN included; tensors whose values can't be compared count as equal."""
-    a, b = unwrapped(a), unwrapped(b)
-    if type(a) not in (Tensor, nn.Parameter) or a.layout is not torch.strided or a.is_meta:
-        return True
-    return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
-
-
 def _refuse_flag(name: str) -> None:
     raise RuntimeError(
         f"apply: found that the forward sets requires_grad of {name!r}, expected one that leaves it: parameters are "
