@@ -161,8 +161,9 @@ def written_to(given: Tensors, after: Mapping[str, Any], versions: list[int]) ->
 
 def refuse_marks(copies: Tensors) -> None:
     for name, tensor in copies.items():
-        if type(tensor) is Tensor and vars(tensor):
-            refuse_set(name, sorted(vars(tensor)))
+        own = vars(tensor).keys() - {"_is_param"}  # of a function that the module calls, which lends until the backward
+        if type(tensor) is Tensor and own:
+            refuse_set(name, sorted(own))
 
 
 def refuse_set(name: str, attributes: list[str]) -> None:
