@@ -264,6 +264,17 @@ def kept_whole_in_graphs(leaves: list[Tensor]) -> list[Tensor]:
     return [leaf.view_as(leaf) for leaf in leaves] if in_graph() else leaves
 
 
+def laid_out(grad: Tensor, leaf: Tensor) -> Tensor:
+    """A gradient with the strides that the engine gives it where it adds gradients: noise and norms go by them.
+
+    They are those of a dense leaf, else those of a contiguous one. In a graph the compiler lays out gradients.
+    """
+    if in_graph() or transformed() or type(grad) is not Tensor or grad.stride() == leaf.stride():
+        return grad
+    like_leaf = torch.empty_like(leaf, requires_grad=False)
+    return like_leaf.copy_(grad) if like_leaf.stride() == leaf.stride() else grad.contiguous()
+
+
 def normal(tensor: Tensor) -> Tensor:
     """A tensor that the engine can record with: those of an inference mode must be copied."""
     return tensor.clone() if not in_graph() and tensor.is_inference() else tensor

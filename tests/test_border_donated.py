@@ -128,3 +128,61 @@ def test_buffers_and_aux_that_are_the_parameters_are_those_before_the_update_whe
             seen.append(mapped(torch.clone, (state.params, state.buffers, metrics.aux)))
         results.append(seen)
     mapped(lambda a, b: torch.testing.assert_close(a, b, equal_nan=True), *reversed(results))
+
+
+STRIDED = {
+    "contiguous": lambda: torch.randn(50, 30),
+    "transposed": lambda: torch.randn(30, 50).t(),
+    "permuted": lambda: torch.randn(5, 30, 10).permute(0, 2, 1).flatten(0, 1),
+    "sliced": lambda: torch.randn(100, 90)[::2, ::3],
+    "expanded": lambda: torch.randn(50, 1).expand(50, 30),
+}
+ENDS: dict[str, Any] = {
+    "sgd": lambda: fa.sgd(0.1, momentum=0.9),
+    "noise": lambda: fa.chain(fa.add_noise(0.1), fa.adamw(0.1)),
+    "adaptive clip": lambda: fa.chain(fa.adaptive_clip(), fa.sgd(0.1)),
+    "from_torch": lambda: fa.from_torch(torch.optim.Adam, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("backend", ["func", "autograd"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("layout", STRIDED)
+def test_donation_changes_no_bit_of_norm_clipping_and_noise_however_a_parameter_lies_in_memory(
+    layout: str, end: str, backend: Any
+):
+    torch.manual_seed(0)
+    weight, results = STRIDED[layout](), []
+    micro_batches = [torch.randn(30) for _ in range(4)]
+    every: list[dict[str, Any]] = [{"backend": backend}, {"donate": True}]
+    for options in every:
+        optimizer = ENDS[end]()
+        state, norms = fa.init_state({"w": weight}, optimizer, fa.NoScale()), []
+        step = fa.make_step(lambda p, x: (p["w"] @ x).sin().mean(), optimizer, max_norm=0.1, **options)
+        for seed, window in enumerate((micro_batches[:1], micro_batches[1:3], micro_batches[3:])):
+            state, metrics = step(state, window, seed=seed)
+            norms.append(metrics.grad_norm)
+        results.append((mapped(torch.clone, state.params), norms))
+    assert_same_bits(*results)
+
+
+def test_a_gradient_lies_in_memory_as_its_leaf_does_and_is_not_copied_where_it_does():
+    made: list[Tensor] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            made.append(torch.full((4, 3), 2.0))
+            return made[-1]
+
+    for leaf, copied in ((torch.ones(4, 3), False), (torch.ones(3, 4).t(), True)):
+        grads = fa.scale_backward(lambda p: Twice.apply(p).sum(), fa.NoScale(), leaf, backend="autograd").grads.tree
+        assert grads.stride() == leaf.stride()
+        assert (grads.data_ptr() != made[-1].data_ptr()) is copied

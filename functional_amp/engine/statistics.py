@@ -46,8 +46,10 @@ def _updated(nodes: list[Any]) -> list[set[int]]:
 
 
 def _statistics(node: Any) -> list[Any]:
-    """What a node writes to as running statistics."""
+    """What a node writes to as running statistics, or as a list."""
     name = getattr(node.target, "__name__", "").split(".")[0]
+    if name.startswith("_foreach_") and name.endswith("_"):  # whose stand-ins have no counter that moves
+        return list(node.args[0]) if node.args else []
     if name in _OBSERVERS:
         places, names = (3, 4, 5, 6), ("running_min", "running_max", "scale", "zero_point")
     elif name in _NORMS and _updates(name, node.args, node.kwargs):

@@ -174,13 +174,13 @@ def realized(tree: PyTree) -> PyTree:
 def unshared(tree: PyTree, *others: PyTree) -> PyTree:
     """The tree with a storage for each leaf: a copy of each that shares one with another or with `others`."""
     if in_graph():
-        return map_tensors(copied, tree)
-    seen = {storage_key(leaf) for leaf in flatten(others).leaves if isinstance(leaf, Tensor)}
+        return map_tensors(lambda leaf: copied(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    seen = {storage_key(local(leaf)) for leaf in flatten(others).leaves if isinstance(leaf, Tensor)}
 
     def own(leaf: Tensor) -> Tensor:
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:  # the stages refuse it by its path
             return leaf
-        storage = storage_key(leaf)
+        storage = storage_key(local(leaf))
         if storage in seen or overlaps(leaf):
             return copied(leaf)
         seen.add(storage)

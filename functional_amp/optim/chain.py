@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_amp.dtypes import divided
 from functional_amp.engine.operators import materialized
+from functional_amp.engine.storage import unshared
 from functional_amp.engine.unwritten import unwritten_by_optimizer
 from functional_amp.mode import stage
 from functional_amp.optim.base import (
@@ -23,7 +24,7 @@ from functional_amp.optim.base import (
 )
 from functional_amp.optim.transaction import transact as transaction
 from functional_amp.selection import select
-from functional_amp.tree import PyTree, map_tensors
+from functional_amp.tree import PyTree, flatten, map_tensors
 
 
 class Transform(NamedTuple):
@@ -118,6 +119,9 @@ def chain(*transforms_and_optimizer: Any) -> Optimizer:
     ) -> tuple[PyTree, tuple[PyTree, ...]]:
         grads, news, states = before(grads, opt_state, params, divisor if changes else None)
         divisor = None if changes else divisor
+        if storage.writes:  # to what a member was given, which it may have kept
+            pairs = zip(transforms, news, strict=True)
+            news = [unshared(s, params, grads) if t.update and flatten(s).leaves else s for t, s in pairs]
         params, last = transaction(optimizer, grads, states[-1], params, divisor, applied, storage)
         olds = states[:-1]
         news = select(materialized(applied), after(params, news), olds, "opt_state")

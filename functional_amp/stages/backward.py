@@ -14,7 +14,7 @@ from functional_amp.engine.frozen import call
 from functional_amp.engine.loans import lending
 from functional_amp.engine.random import random_state
 from functional_amp.engine.unwritten import check_marks, check_params, compare_params, counted_params
-from functional_amp.mode import finite_cotangents, in_graph, normal, stage, zero_stays_zero
+from functional_amp.mode import finite_cotangents, in_graph, laid_out, normal, stage, zero_stays_zero
 from functional_amp.registry import new
 from functional_amp.stages.differentiate import (
     Backend,
@@ -91,7 +91,8 @@ def scale_backward(
     loss_weight, aux = scaled.weight_and_aux(tensors)
     for place, grad in enumerate(grads):
         scaled.check_strided(grad, place)
-    tree = scaled.tree([weighted(grad, loss_weight) for grad in grads])
+    pairs = zip(grads, leaves, strict=True)
+    tree = scaled.tree([weighted(laid_out(grad, leaf), loss_weight) for grad, leaf in pairs])
     carried = new(ScaledGrads, tree=tree, scale=scaler.scale, weight=weight_tensor(loss_weight, scaler.scale))
     zero_stays_zero((leaves, scaled.guarded), (carried, value, aux))
     return ScaledBackward(carried, value, aux)
