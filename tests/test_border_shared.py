@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 import hashlib
 import math
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 import functional_amp as fa
-from tests.test_cases_modules import Net, built, drawn
+from tests.test_cases_modules import Net, assert_trains_as_torch, built, drawn, variants
 
 X = drawn(2, 3)
 
@@ -148,3 +149,31 @@ def test_a_method_of_a_tensor_or_of_bytes_is_refused_and_a_partial_is_followed()
             fa.from_module(module)
     module.f = functools.partial(torch.add, torch.ones(1))
     fa.from_module(module)
+
+
+INNER = fa.from_module(torch.nn.BatchNorm1d(4))
+
+
+class Inner(Net):
+    """Calls a function of another module with tensors of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.zeros(4))
+        self.norm = INNER.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.norm.with_buffers({"weight": self.w, "bias": self.b}, INNER.buffers, self.l(x))
+        return self.o(torch.tanh(out))
+
+
+@variants
+def test_a_function_of_another_module_trains_as_in_torch(backend: Any, donate: bool):
+    assert_trains_as_torch(Inner, backend, donate)
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda apply: apply.train(), lambda apply: apply])
+def test_a_function_of_another_module_is_shared_by_copies(made: Any):
+    apply, params, _ = fa.from_module(built(Inner))
+    assert made(apply).template.norm is INNER.apply
+    assert torch.equal(made(apply)(params, X), built(Inner)(X))

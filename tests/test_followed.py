@@ -288,6 +288,10 @@ Further rules:
 - Some things only the first call sees: globals that lie in the memory of the original, `requires_grad` that is set,
   gradients of parameters that are read or hooked, and writes through `.data`. In a branch that the first call did not
   take they are not noticed. A write through an array of numpy that changes no value yet is not noticed either.
+  Running statistics that `F.batch_norm` or an observer of quantization writes move no version counter: in a branch that
+  the first call did not take they are not noticed, nor in a graph where they are no buffers. Use `nn.BatchNorm1d`.
+- A checkpoint around `apply.with_buffers` runs it again in the backward: what that run writes to buffers is dropped,
+  where torch counts twice. One inside of the module counts twice here too.
 - What a forward keeps, it keeps in a copy: a loss that reads `module.aux`, or an object that a hook fills, finds what
   was there before. Return it.
 - Two modules that share a layer are two functions with a copy of it each. Make one module of both, and call its parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,12 +28,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def traced_statistics_writes(variables: Iterable[Any]) -> int:
     """How many nodes of the graph that is traced update tensors among these as running statistics."""
     nodes = [variable.proxy.node for variable in variables]
-    if not nodes:
-        return 0
     watched = {key for node in nodes for key in _keys(node)}
-    return sum(
-        bool(watched & {key for arg in _statistics(node) for key in _keys(arg)}) for node in nodes[0].graph.nodes
-    )
+    return sum(bool(watched & keys) for keys in _updated(nodes))
+
+
+def traced_statistics(variables: Mapping[str, Any]) -> set[str]:
+    """The names of those tensors that a node of the graph that is traced updates as running statistics."""
+    nodes = {name: variable.proxy.node for name, variable in variables.items()}
+    updated = set[int]().union(*_updated(list(nodes.values())))
+    return {name for name, node in nodes.items() if not updated.isdisjoint(_keys(node))}
+
+
+def _updated(nodes: list[Any]) -> list[set[int]]:
+    """The storages that each node of a graph updates as running statistics."""
+    every = nodes[0].graph.nodes if nodes else ()
+    return [{key for arg in statistics for key in _keys(arg)} for node in every if (statistics := _statistics(node))]
 
 
 def _statistics(node: Any) -> list[Any]:

@@ -70,11 +70,11 @@ def unwritten(given: tuple[PyTree, PyTree], unseen: list[None]) -> Iterator[Hand
         yield Handed(given, {})
         return
     watched = {i: _copy_of(leaf) for i, leaf in found.items()} if on_copies else found
-    before = _versions_below(watched.values())
+    before = versions_below(watched.values())
     leaves: list[Any] = [watched.get(index, leaf) for index, leaf in enumerate(flat.leaves)]
     handed = Handed(flat.unflatten(leaves), {id(watched[i]): leaf for i, leaf in found.items()} if on_copies else {})
     yield handed
-    changed = {i for i, old, new in zip(watched, before, _versions_below(watched.values()), strict=True) if old != new}
+    changed = {i for i, old, new in zip(watched, before, versions_below(watched.values()), strict=True) if old != new}
     if on_copies:
         changed |= {i for i, leaf in found.items() if not same_bits(watched[i], leaf)}
     if changed:
@@ -117,7 +117,7 @@ def unwritten_by_optimizer(**given: PyTree) -> Iterator[list[PyTree]]:
 
 def counted_params(leaves: list[Any]) -> list[int]:
     """The counters of the parameters of a loss function; none in a graph."""
-    return [] if in_graph() else _versions_below(leaves)
+    return [] if in_graph() else versions_below(leaves)
 
 
 def check_params(params: PyTree, leaves: list[Any], before: list[int]) -> None:
@@ -125,7 +125,7 @@ def check_params(params: PyTree, leaves: list[Any], before: list[int]) -> None:
 
     A write through `.data` under the autograd engine moves no version counter, and is not seen.
     """
-    if before and _versions_below(leaves) != before:
+    if before and versions_below(leaves) != before:
         raise RuntimeError(_params_message(f" at {_written(params, before)}"))
 
 
@@ -163,7 +163,7 @@ def _counter(leaf: Any) -> int:
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
-def _versions_below(leaves: Iterable[Any]) -> list[int]:
+def versions_below(leaves: Iterable[Any]) -> list[int]:
     """The same with those below a transform's wrappers, which an `out=` or a write to a list moves alone.
 
     To be compared within one transform: a wrapper does not outlive it.
@@ -176,7 +176,7 @@ def _versions_below(leaves: Iterable[Any]) -> list[int]:
 
 def _written(tree: PyTree, before: list[int]) -> list[str]:
     """The paths of the leaves that have been written to since."""
-    now = _versions_below(flatten(tree).leaves)
+    now = versions_below(flatten(tree).leaves)
     return [path for path, old, new in zip(paths(tree), before, now, strict=True) if old != new]
 
 

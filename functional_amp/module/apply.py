@@ -16,6 +16,7 @@ from functional_amp.module.followed import check_kinds, check_memory, check_modu
 from functional_amp.module.gathered import layouts_of, read_gathered
 from functional_amp.module.lender import Lender
 from functional_amp.module.modes import Known
+from functional_amp.module.reach import Closed
 from functional_amp.module.rehearsal import refuse_lost, refuse_statistics
 from functional_amp.module.templates import Tensors, registered
 from functional_amp.module.traced import traced_call
@@ -31,7 +32,7 @@ class FromModule(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Apply:
+class Apply(Closed):
     """The forward of a module as a pure function of its tensors.
 
         output          = apply(params, *args)                          # fixed buffers

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functional_amp.module.reach import attributes, children, is_atom, is_object, pretty, walk
+from functional_amp.module.reach import Closed, attributes, children, is_atom, is_object, pretty, walk
 
 _TORCHS_OWN = {
     nn.Module: {"_compiled_call_impl"},
@@ -34,7 +34,8 @@ _NUMPYS = {"Generator", "RandomState", "BitGenerator"}
 def shared(module: nn.Module) -> dict[int, Any]:
     """What all copies share, by id, as the memo of deepcopy.
 
-    These are locks and script functions, which deepcopy refuses and which have no attributes of their own; and what
+    These are locks and script functions, which deepcopy refuses and which have no attributes of their own; functions
+    that `from_module` has given; and what
     functions, methods of compiled code and weak references lead to, which deepcopy does not enter: what a module
     shares with a hook of its own stays one object. What else of Python's own has no attributes is refused by
     deepcopy: a queue or a context variable would count in each copy.
@@ -44,7 +45,7 @@ def shared(module: nn.Module) -> dict[int, Any]:
     for _, obj in walk(module):
         if isinstance(obj, (types.FunctionType, types.BuiltinMethodType, weakref.ref)):
             leading.append(obj)
-        elif isinstance(obj, (torch.jit.ScriptFunction, *_LOCKS)) or (
+        elif isinstance(obj, (torch.jit.ScriptFunction, Closed, *_LOCKS)) or (
             is_object(obj)
             and not isinstance(obj, nn.Module)
             and type(obj).__module__ not in sys.stdlib_module_names

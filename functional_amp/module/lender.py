@@ -12,7 +12,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from functional_amp.engine.carried import note_carried
 from functional_amp.engine.moved import note_moves
-from functional_amp.engine.unwritten import versions_of
+from functional_amp.engine.unwritten import versions_below, versions_of
+from functional_amp.mode import transformed
 from functional_amp.module.copies import lists_of_weights, shared
 from functional_amp.module.loan import Loan
 from functional_amp.module.modes import Known, in_mode
@@ -138,6 +139,8 @@ class Lender:
         except IndexError:
             template = self._make({})
         versions = versions_of(tensors.values())
+        quiet = {name: tensors[name] for name in buffers if name not in self.written} if transformed() else {}
+        below = versions_below(quiet.values())
         template.place(tensors)
         try:
             output = template.run(method, args, kwargs)
@@ -149,6 +152,8 @@ class Lender:
         if changes:
             template.put_back()
         written = written_to(tensors, after, versions)
+        if quiet and (now := versions_below(quiet.values())) != below:  # by a write to a list, or an out=
+            written |= {name for name, old, new in zip(quiet, below, now, strict=True) if old != new}
         try:
             if written:
                 refuse_gone(written, after)

@@ -36,6 +36,10 @@ KEPT = (
 )
 
 
+class Closed:
+    """What is the same in all copies, and is not entered: a function that keeps nothing between calls."""
+
+
 class Absent(Tensor):
     """Stands where a tensor was taken out. Reading its numbers raises an error that names the place."""
 
@@ -121,6 +125,8 @@ def _is_torchs(obj: Any) -> bool:
 def children(obj: Any) -> list[tuple[str, Any]]:
     """What an object holds, each with the step of the path that leads there."""
     found: list[tuple[str, Any]] = []
+    if isinstance(obj, Closed):
+        return []
     if isinstance(obj, types.MethodType):
         return [(".__self__", obj.__self__), (".__func__", obj.__func__)]
     if isinstance(obj, types.BuiltinMethodType):

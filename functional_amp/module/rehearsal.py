@@ -161,8 +161,9 @@ def written_to(given: Tensors, after: Mapping[str, Any], versions: list[int]) ->
 
 def refuse_marks(copies: Tensors) -> None:
     for name, tensor in copies.items():
-        if type(tensor) is Tensor and vars(tensor):
-            refuse_set(name, sorted(vars(tensor)))
+        own = vars(tensor).keys() - {"_is_param"}  # of a function that the module calls, which lends until the backward
+        if type(tensor) is Tensor and own:
+            refuse_set(name, sorted(own))
 
 
 def refuse_set(name: str, attributes: list[str]) -> None:
@@ -188,14 +189,6 @@ def refuse_gone(written: Iterable[str], after: Mapping[str, Any]) -> None:
             f"apply: found that the forward deletes {names} or sets them to None, expected tensors: a state keeps its "
             "structure. Write zeros in place, and keep whether they count in a second buffer."
         )
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """True for equal values, NaN included; tensors whose values can't be compared count as equal."""
-    a, b = unwrapped(a), unwrapped(b)
-    if type(a) not in (Tensor, nn.Parameter) or a.layout is not torch.strided or a.is_meta:
-        return True
-    return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
 def _refuse_flag(name: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_amp.engine.moved import note_traced_moves
+from functional_amp.engine.statistics import traced_statistics
 from functional_amp.module.lender import Lender
 from functional_amp.module.reach import CONTAINERS, attributes, walk
 from functional_amp.module.rehearsal import (
@@ -120,6 +121,7 @@ def _look(context: Any) -> None:
             refuse_set(names[value], [attribute])
     if lender.writes_statistics:  # which move no version counter in a graph
         written |= lender.statistics.intersection(copies)
+    written |= traced_statistics(copies)
     if returned:
         note_traced_moves(written)
     else:

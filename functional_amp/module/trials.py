@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from functional_amp.engine.random import all_generators_kept
+from functional_amp.engine.statistics import same_bits
 from functional_amp.engine.unwritten import versions_of
 from functional_amp.module.modes import Known
 from functional_amp.module.reach import Absent, children, walk
@@ -21,7 +22,6 @@ from functional_amp.module.rehearsal import (
     refuse_gone,
     refuse_marks,
     refuse_writes,
-    same_bits,
     unseen_by_checkpoints,
     written_to,
 )
