@@ -1,7 +1,8 @@
 """Flattening while the compiler traces: optree's order and paths, in Python that dynamo follows at little cost.
 
 Dynamo traces optree's own functions as Python that makes an object for each leaf: some 20 ms a container, where
-these loops take one. What is not a plain dict, list or tuple is opened by optree, as it was registered.
+these loops take one. What is not a plain dict, defaultdict, list or tuple is opened by optree, as it
+was registered.
 """
 
 from __future__ import annotations
