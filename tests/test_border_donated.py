@@ -85,7 +85,7 @@ def test_a_member_of_a_chain_that_keeps_what_it_was_given_keeps_those_numbers_wh
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
-    "last", ["sgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "plain", "a partition"))]
+    "last", [pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "adamw", "plain", "a partition")]
 )
 def test_a_member_that_keeps_what_it_was_given_does_so_in_a_graph_that_donates(last: str):
     optimizer = fa.chain(MEMBERS["the parameters"], OPTIMIZERS[last]())
@@ -93,7 +93,7 @@ def test_a_member_that_keeps_what_it_was_given_does_so_in_a_graph_that_donates(l
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["update", "step"])
-@pytest.mark.parametrize("options", [EAGER, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [EAGER, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_an_optimizer_that_keeps_the_parameters_it_was_given_keeps_those_numbers_where_a_step_donates(
     options: Any, whole: bool
@@ -110,7 +110,7 @@ def test_an_optimizer_that_keeps_the_parameters_it_was_given_keeps_those_numbers
     mapped(torch.testing.assert_close, trained(optimizer, donate=True, **options), trained(optimizer))
 
 
-@pytest.mark.parametrize("options", [EAGER, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [EAGER, pytest.param(COMPILED, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_buffers_and_aux_that_are_the_parameters_are_those_before_the_update_where_a_step_donates(options: Any):
     def loss(params: Tree, x: Tensor, buffers: Tree) -> fa.Loss:

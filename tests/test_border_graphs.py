@@ -59,7 +59,10 @@ def test_what_reads_the_parameters_of_a_graph_reads_them_before_its_update(rule:
         torch.testing.assert_close(state.params, expected.params)
 
 
-@pytest.mark.parametrize(("rule", "compile"), [("sgd", False), ("adamw", False), ("from_torch", False), ("adamw", AOT)])
+@pytest.mark.parametrize(
+    ("rule", "compile"),
+    [("sgd", False), ("adamw", False), ("from_torch", False), pytest.param("adamw", AOT, marks=pytest.mark.slow)],
+)
 def test_a_learning_rate_that_raises_has_written_nothing(rule: str, compile: Any):
     fails = False
 
@@ -83,7 +86,7 @@ def test_a_learning_rate_that_raises_has_written_nothing(rule: str, compile: Any
     assert not torch.equal(after.params["w"], before["w"])
 
 
-@pytest.mark.parametrize("compile", [False, AOT], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compile", [False, pytest.param(AOT, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_loss_and_a_weight_that_are_elements_of_the_state_are_told_as_they_were(by_hand: bool, compile: Any):
     optimizer = fa.sgd(0.5)
@@ -107,6 +110,7 @@ def test_a_loss_and_a_weight_that_are_elements_of_the_state_are_told_as_they_wer
 # What a graph is guarded by
 
 
+@pytest.mark.slow
 def test_a_function_of_torch_that_is_replaced_is_seen(monkeypatch: pytest.MonkeyPatch):
     # Of this module the library itself uses torch, by which the compiler names what the loss reads too.
     optimizer = fa.sgd(0.1)
@@ -118,6 +122,7 @@ def test_a_function_of_torch_that_is_replaced_is_seen(monkeypatch: pytest.Monkey
     assert step(state, [torch.arange(3.0)])[1].loss == torch.relu(w * torch.arange(3.0)).sum()
 
 
+@pytest.mark.slow
 def test_a_setting_of_torch_that_a_loss_reads_is_seen(monkeypatch: pytest.MonkeyPatch):
     optimizer = fa.sgd(0.0)
     step = fa.make_step(
@@ -192,6 +197,7 @@ def test_without_guards_a_change_of_state_batch_or_mode_is_seen(change: Callable
     assert type(found.scaler) is type(expected.scaler) and found.scaler.scale == expected.scaler.scale
 
 
+@pytest.mark.slow
 def test_without_guards_a_python_value_that_the_loss_reads_is_missed_as_the_docs_say():
     factor = [1.0]
     optimizer = fa.sgd(0.0)

@@ -56,7 +56,8 @@ def by_hand():
     gc.enable()
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.usefixtures("fresh_dynamo", "by_hand")
 def test_a_known_loss_may_be_collected_while_another_is_compiled(count: int, monkeypatch: pytest.MonkeyPatch):
     manager = importlib.import_module("torch._dynamo.guards").CheckFunctionManager

@@ -403,7 +403,7 @@ def in_deque(place: str, holder: Any, compile: Any) -> Any:
     return {"params": state.params, "aux": metrics.aux, "buffers": state.buffers}[place]
 
 
-@pytest.mark.parametrize("place", ["params", "aux", "buffers"])
+@pytest.mark.parametrize("place", [pytest.param(name, marks=pytest.mark.slow) for name in ("params", "aux", "buffers")])
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_deque_is_refused_in_a_graph_which_would_lose_its_maxlen(place: str):
     holder, graph = partial(deque, maxlen=5), {"backend": "aot_eager"}
