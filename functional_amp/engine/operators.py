@@ -40,8 +40,6 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("materialize", torch.clone, "CompositeExplicitAutograd")
 _LIBRARY.impl("materialize", torch.empty_like, "Meta")
-for key in ("CompositeExplicitAutograd", "Meta"):
-    _LIBRARY.impl("read_first_", lambda leaves: None, key)
 
 
 before_writing: list[Callable[[], None]] = []
@@ -86,6 +84,9 @@ def implement(name: str, kernel: Callable[..., Any], key: str, meta: Callable[..
     _LIBRARY.impl(name, kernel, key)
     if meta is not None:
         _LIBRARY.impl(name, meta, "Meta")
+
+
+implement("read_first_", lambda leaves: None, "CompositeExplicitAutograd", lambda leaves: None)
 
 
 def materialized(scalar: T) -> T:

@@ -35,10 +35,9 @@ def shared(module: nn.Module) -> dict[int, Any]:
     """What all copies share, by id, as the memo of deepcopy.
 
     These are locks and script functions, which deepcopy refuses and which have no attributes of their own; functions
-    that `from_module` has given; and what
-    functions, methods of compiled code and weak references lead to, which deepcopy does not enter: what a module
-    shares with a hook of its own stays one object. What else of Python's own has no attributes is refused by
-    deepcopy: a queue or a context variable would count in each copy.
+    that `from_module` has given; and what functions, methods of compiled code and weak references lead to, which
+    deepcopy does not enter: what a module shares with a hook of its own stays one object. What else of Python's own
+    has no attributes is refused by deepcopy: a queue or a context variable would count in each copy.
     """
     found: dict[int, Any] = {}
     leading: list[Any] = []

@@ -141,17 +141,8 @@ def _adam(
 
     def kernel(count: Tensor) -> Update:
         rate = kernel_rate(lr, count)
-
-        def run(
-            params: list[Tensor],
-            grads: list[Tensor],
-            slots: list[list[Tensor]],
-            divisor: Tensor | None,
-            skip: Tensor,
-        ) -> None:
-            m, v = slots
-            run_adam(params, grads, m, v, count, rate, (beta1, beta2), weight_decay, eps, decoupled, divisor, skip)
-
-        return run
+        return lambda params, grads, slots, divisor, skip: run_adam(
+            params, grads, slots[0], slots[1], count, rate, (beta1, beta2), weight_decay, eps, decoupled, divisor, skip
+        )
 
     return leafwise(AdamState, state_dtypes, rule, kernel)

@@ -90,18 +90,9 @@ def sgd(
 
     def kernel(count: Tensor) -> Update:
         rate = kernel_rate(lr, count)
-
-        def run(
-            params: list[Tensor],
-            grads: list[Tensor],
-            slots: list[list[Tensor]],
-            divisor: Tensor | None,
-            skip: Tensor,
-        ) -> None:
-            buffers = slots[0] if momentum else []
-            run_sgd(params, grads, buffers, rate, momentum, weight_decay, nesterov, divisor, skip)
-
-        return run
+        return lambda params, grads, slots, divisor, skip: run_sgd(
+            params, grads, slots[0] if momentum else [], rate, momentum, weight_decay, nesterov, divisor, skip
+        )
 
     # With dampening the first step differs, and the host may not ask whether this is the first: no kernel.
     return leafwise(SGDState, [state_dtype] if momentum else [], rule, None if dampening else kernel)
