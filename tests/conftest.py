@@ -18,7 +18,7 @@ from functional_amp.tree import flatten
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
 settings.register_profile("default", max_examples=15, derandomize=True, **_COMMON)
-settings.register_profile("ci", max_examples=30, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("ci", max_examples=15, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("deep", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

@@ -50,7 +50,8 @@ def test_what_reads_the_parameters_of_a_graph_reads_them_before_its_update(rule:
     eager = fa.make_step(readers, optimizer, max_norm=1.0)
     step = fa.make_step(readers, optimizer, max_norm=1.0, donate=True, compile=True)
     expected, state = start(), start()
-    for window in ([torch.ones(3)], [torch.ones(3), torch.full((3,), 2.0)]):
+    windows = [[torch.ones(3)], [torch.ones(3), torch.full((3,), 2.0)]]
+    for window in windows if rule == "adamw" else windows[:1]:
         expected, theirs = eager(expected, window)
         state, metrics = step(state, window)
         torch.testing.assert_close(metrics.loss, theirs.loss)
@@ -174,8 +175,9 @@ CHANGES = [another_scaler, another_kind_of_scaler, other_shapes, another_structu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "donate"), [*((change, True) for change in CHANGES), (another_scaler, False), (in_autocast, False)]
+)
 def test_without_guards_a_change_of_state_batch_or_mode_is_seen(change: Callable[..., Any], donate: bool):
     ends = []
     for compile in (False, UNGUARDED):
