@@ -35,9 +35,8 @@ def exponential(start: float, decay: float, steps: int = 1) -> Schedule:
     >>> exponential(1.0, 0.5, 10)(torch.tensor(20))
     tensor(0.2500)
     """
-    start, decay = check_finite_number(start, "start"), check_finite_number(decay, "decay")
+    start, decay = check_finite_number(start, "start"), check_positive(decay, "decay")
     check_steps(steps)
-    check_positive(decay, "decay")
     return lambda count: (start * torch.exp(math.log(decay) * _double(count) / steps)).to(torch.float32)
 
 
@@ -86,8 +85,8 @@ def one_cycle(
     peak = check_finite_number(peak, "peak")
     check_steps(steps)
     rising = check_unit_interval(pct_start, "pct_start", closed=True) * steps
-    for name, factor in (("div_factor", div_factor), ("final_div_factor", final_div_factor)):
-        check_positive(factor, name)
+    div_factor = check_positive(div_factor, "div_factor")
+    final_div_factor = check_positive(final_div_factor, "final_div_factor")
     low, last = peak / div_factor, peak / div_factor / final_div_factor
 
     def schedule(count: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def clip_by_value(limit: float) -> Transform:
     >>> clip_by_value(1.0).update({"w": torch.tensor([3.0, -0.5])}, (), None)[0]
     {'w': tensor([ 1.0000, -0.5000])}
     """
-    check_positive(limit, "limit")
+    limit = check_positive(limit, "limit")
 
     def clipped(grad: Tensor) -> Tensor:
         if not is_differentiable(grad):
@@ -55,8 +55,7 @@ def adaptive_clip(clipping: float = 0.01, eps: float = 1e-3) -> Transform:
     >>> adaptive_clip(0.1).update(grads, (), params)[0]
     {'w': tensor([[0.0000, 0.5000]])}
     """
-    for name, value in (("clipping", clipping), ("eps", eps)):
-        check_positive(value, name)
+    clipping, eps = check_positive(clipping, "clipping"), check_positive(eps, "eps")
 
     def clipped(grad: Tensor, param: Tensor) -> Tensor:
         if not is_differentiable(grad):
