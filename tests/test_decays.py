@@ -205,3 +205,17 @@ def test_each_compiles_and_runs_under_vmap():
         torch._dynamo.reset()
         graph = torch.compile(schedule, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(torch.stack([graph(count) for count in counts]), expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: fa.exponential(1.0, number, 10),
+        lambda number: fa.one_cycle(1.0, 10, div_factor=number),
+        lambda number: fa.one_cycle(1.0, 10, final_div_factor=number),
+    ],
+    ids=["decay", "div_factor", "final_div_factor"],
+)
+def test_an_int_of_any_size_is_the_float_that_it_is(make: Any):
+    count = torch.tensor(7, dtype=torch.int32)
+    assert torch.equal(make(10**30)(count), make(1e30)(count))
